@@ -5,7 +5,6 @@ A content is what the target is shown. Its number is its place in the order of f
 one with the smallest key stands for all.
 """
 
-import json
 import tempfile
 from array import array
 from collections import Counter
@@ -22,7 +21,7 @@ from .concurrency import Traffic
 from .conversation import SPLITS, Split
 from .dedup import SIGNATURE_LENGTH, Member, Signature, TurnIndex
 from .outcomes import SourceCounts
-from .prepare import Prepared, Preparer, Unit, restored
+from .prepare import Prepared, Preparer, Unit, columns, restored
 from .settings import MixSettings, Source
 from .sources import SamplePrompts, SmallestSample, counted, require_some, units
 from .stratify import LogTable
@@ -119,9 +118,8 @@ class IngestedRecords:
         return self._turns.continued(self.ids)
 
     def row(self, number: int) -> dict[str, Any]:
-        """Columns of the record that stands for a content; see `stored`."""
-        found: dict[str, Any] = json.loads(self._spool[self._spooled[number]])
-        return found
+        """Columns of the record that stands for a content."""
+        return columns(self._spool[self._spooled[number]])
 
     def user_text(self, number: int) -> str:
         """What the user says in a content."""

@@ -165,10 +165,10 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
     replica = entry.line.get(source.replica_field)
     timing = entry.timing if replica is None else entry.timing._replace(replica=str(replica))
     busy = timing if entry.in_flight and entry.left_out not in _IDLE and timing != Timing() else None
-    domain = _domain_named(source, entry.line)
 
     # Requests without a conversation count for the load only.
     if entry.left_out is not None:
+        domain = _domain_named(source, entry.line)
         return Outcome(entry.where, left_out=entry.left_out, domain=domain, timing=busy)
 
     # The record's own times must be dates of this very request, of a known year.

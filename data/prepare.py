@@ -17,6 +17,8 @@ from .settings import MixSettings
 from .split import weighted_choice
 from .stratify import LogRow, log_row
 
+_PLAIN = ("id", "domain", "turn_by_turn", "prompt_end", "engine", "source", "where")
+_NESTED = ("messages", "tools", "template_args", "sampling", "redacted")
 Unit = Item | Entry | Outcome[Any]
 """A line of a source, or a request that a log's reader joined of several."""
 
@@ -124,7 +126,7 @@ def sampling_of(record: Record, settings: MixSettings) -> tuple[SamplingSettings
 
 
 def stored(record: Record, settings: MixSettings, redactions: Mapping[str, int]) -> bytes:
-    """A record as one line of JSON: the columns of the mix's tables that it fills, nested values as JSON text."""
+    """A record as lines of JSON text, for `columns`: the columns of the mix's tables that it fills."""
     sampling, max_new_tokens = sampling_of(record, settings)
     nested = {
         "messages": [message.model_dump(exclude_none=True) for message in record.messages],
@@ -133,20 +135,21 @@ def stored(record: Record, settings: MixSettings, redactions: Mapping[str, int])
         "sampling": None if sampling is None else sampling.model_dump(),
         "redacted": dict(redactions),
     }
-    row = {name: None if value is None else _json(value) for name, value in nested.items()}
-    plain = {name: getattr(record, name) for name in ("id", "domain", "turn_by_turn", "prompt_end", "engine")}
-    of_source = {"source": record.source, "where": record.where}
-    return _json({**plain, **row, **of_source, "max_new_tokens": max_new_tokens}).encode()
+    plain = {name: getattr(record, name) for name in _PLAIN} | {"max_new_tokens": max_new_tokens}
+    return "\n".join(json.dumps(value, ensure_ascii=False) for value in (plain, *nested.values())).encode()
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def columns(lines: bytes) -> dict[str, Any]:
+    """Columns of a record that `stored` wrote: nested values as JSON text, None where there is none."""
+    plain, *nested = lines.decode().split("\n")  # JSON text holds no line ends
+    found: dict[str, Any] = json.loads(plain)
+    return found | {name: None if text == "null" else text for name, text in zip(_NESTED, nested, strict=True)}
 
 
-def restored(line: bytes) -> Record:
+def restored(lines: bytes) -> Record:
     """What the target is shown of a record that `stored` wrote."""
-    row = json.loads(line)
-    messages = tuple(Message.model_validate(message) for message in json.loads(row["messages"]))
-    tools = None if row["tools"] is None else json.loads(row["tools"])
-    form = {name: row[name] for name in ("domain", "turn_by_turn", "prompt_end", "engine", "source", "where")}
-    return Record(messages=messages, tools=tools, template_args=json.loads(row["template_args"]), **form)
+    found = columns(lines)
+    messages = tuple(Message.model_validate(message) for message in json.loads(found["messages"]))
+    tools = None if found["tools"] is None else json.loads(found["tools"])
+    form = {name: found[name] for name in ("domain", "turn_by_turn", "prompt_end", "engine", "source", "where")}
+    return Record(messages=messages, tools=tools, template_args=json.loads(found["template_args"]), **form)

@@ -159,6 +159,8 @@ _PHONE = _pattern(
     )(?![\w-])"""
 )
 _DIGITS = tuple("0123456789")
+_SUSPECT = re.compile(r"[0-9@_-]|\.\w|://|(?<!\w)\w{20}")
+"""Found in every text in which any rule finds something: plain words and full stops need no rule."""
 _MOST_REMEMBERED = 1 << 22  # characters
 # Applied in this order: a later rule sees the placeholders of the earlier ones.
 _RULES = (
@@ -204,7 +206,9 @@ class Redactor:
         return redacted
 
     def _redacted(self, text: str) -> str:
-        # A cheap search for needed substrings spares most texts most patterns.
+        # Cheap searches spare many texts all patterns, and most texts most of them.
+        if _SUSPECT.search(text) is None:
+            return text
         small = text.lower()
         rules = self._rules if any(map(small.__contains__, _DIGITS)) else self._without_digit
         for rule in rules:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 MOST_PROCESSES = 16
 """More would wait for the one process that collects their results."""
 _BATCH_UNITS, _BATCH_BYTES = 64, 1 << 20
-_ALONE_BATCHES = 32  # what this process prepares before it starts others: a second or two
+_ALONE_BATCHES = 16  # what this process prepares before it starts others: a second's work
 _QUEUED_BATCHES = 3  # of each process
 
 
@@ -36,10 +36,11 @@ class Workers:
 
     def __init__(self, settings: MixSettings, processes: int | None = None) -> None:
         """`processes`: absent: one for each core that this process may use."""
-        self._settings, self._alone = settings, _ALONE_BATCHES
+        self._settings, self._batches = settings, 0
         self._processes = min(available_cores(), MOST_PROCESSES) if processes is None else processes
         self._own = Preparer(settings)
         self._pool: ProcessPoolExecutor | None = None
+        self._started: list[Future[int]] = []
 
     def __enter__(self) -> "Workers":
         return self
@@ -69,29 +70,35 @@ class Workers:
             if batch is None:
                 break
 
-            # 2) Prepare it here, or give it away and collect what was given away long ago.
-            if self._processes == 1 or self._alone > 0:
-                self._alone -= 1
+            # 2) Prepare it here while there is little to do, or no other process is ready yet.
+            if not self._others_ready():
                 yield from method(self._own, *batch)
                 continue
-            waiting.append(self._submit(method.__name__, batch))
+
+            # 3) Else give it away, and collect what was given away long ago.
+            with _named_death():
+                assert self._pool is not None
+                waiting.append(self._pool.submit(_prepare, method.__name__, batch))
             if len(waiting) > _QUEUED_BATCHES * self._processes:
                 yield from _result(waiting.popleft())
 
-        # 3) Collect the rest.
+        # 4) Collect the rest.
         while waiting:
             yield from _result(waiting.popleft())
         if failure is not None:
             raise failure
 
-    def _submit(self, method: str, batch: tuple[Any, ...]) -> Future[Any]:
-        if self._pool is not None:
-            return self._pool.submit(_prepare, method, batch)
-        self._pool = ProcessPoolExecutor(
-            self._processes, multiprocessing.get_context("spawn"), _start, (self._settings,)
-        )
-        with _bare_children():
-            return self._pool.submit(_prepare, method, batch)  # the first one starts all processes
+    def _others_ready(self) -> bool:
+        """Count a batch, and tell whether other processes can take it. They start once there are many batches."""
+        self._batches += 1
+        if self._processes == 1 or self._batches <= _ALONE_BATCHES:
+            return False
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._processes, context, _start, (self._settings,))
+            with _bare_children():  # each of the first tasks starts a process
+                self._started = [self._pool.submit(os.getpid) for _ in range(self._processes)]
+        return all(task.done() for task in self._started)
 
 
 def available_cores() -> int:
@@ -126,8 +133,14 @@ def batched(units: Iterable[T]) -> Iterator[list[T]]:
 
 
 def _result(future: Future[Sequence[R]]) -> Sequence[R]:
-    try:
+    with _named_death():
         return future.result()
+
+
+@contextmanager
+def _named_death() -> Iterator[None]:
+    try:
+        yield
     except BrokenProcessPool:
         raise LostRankError(
             "mix: a process that reads the log was killed (out of memory?); LOKY_MAX_CPU_COUNT=1 reads with one"

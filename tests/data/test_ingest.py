@@ -5,7 +5,7 @@ from pathlib import Path
 
 from draftforge.data.conversation import Message
 from draftforge.data.ingest import Spool
-from draftforge.data.prepare import restored, stored
+from draftforge.data.prepare import columns, restored, stored
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
 from draftforge.specdec.sampling import SamplingSettings
@@ -50,7 +50,7 @@ def test_lines_come_back_whole_in_any_order(tmp_path: Path) -> None:
 
 
 def test_what_the_target_is_shown_comes_back_and_the_rest_as_columns() -> None:
-    back, row = restored(line(FULL)), json.loads(line(FULL))
+    back, row = restored(line(FULL)), columns(line(FULL))
     assert (back.id, back.user_text, back.where, back.source) == (FULL.id, FULL.user_text, FULL.where, 3)
     assert (row["id"], row["domain"], row["max_new_tokens"]) == (FULL.id, "d", 7)
     assert json.loads(row["sampling"]) == {"temperature": 0.3, "top_k": 0, "top_p": 0.9, "min_p": 0.0}

@@ -24,9 +24,16 @@ from draftforge.errors import InputError
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others start with the first lines, and take a few each time."""
+    """Others start with the first lines, are waited for, and take a few lines each time."""
+    others_ready = Workers._others_ready
+
+    def wait_for_others(self: Workers) -> bool:
+        others_ready(self)
+        return bool(self._started) and all(task.result() for task in self._started)
+
     monkeypatch.setattr(workers, "_ALONE_BATCHES", 0)
     monkeypatch.setattr(workers, "_BATCH_UNITS", 7)
+    monkeypatch.setattr(Workers, "_others_ready", wait_for_others)
 
 
 def test_a_mix_of_every_kind_of_log_is_the_same_for_any_number_of_processes(tmp_path: Path) -> None:
@@ -95,8 +102,10 @@ settings = MixSettings.model_validate({"sources": [{"kind": "prompts", "path": "
 lines = (Item(None, f"p.txt:{n}", {"prompt": f"question {n}"}) for n in itertools.count())
 try:
     with workers.Workers(settings, 2) as both:
+        said = False
         for outcome in both.map(Preparer.prepared_outcomes, ((0, batch) for batch in workers.batched(lines))):
-            if outcome.where == "p.txt:0":
+            if not said and both._started and all(task.done() for task in both._started):
+                said = True
                 print(*both._pool._processes, flush=True)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
