@@ -90,9 +90,9 @@ def answer_of(blocks: Sequence[Any]) -> dict[str, Any]:
 
 def streamed_blocks(chunks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Content blocks of an answer from the events of its stream; empty: the stream is none of this API."""
-    blocks: dict[Any, dict[str, Any]] = {}
+    blocks: dict[str, dict[str, Any]] = {}
     for event in chunks:
-        index = event.get("index")
+        index = str(event.get("index"))
         if event.get("type") == "content_block_start" and isinstance(event.get("content_block"), Mapping):
             blocks[index] = {**event["content_block"]}
         delta = event.get("delta")

@@ -127,7 +127,9 @@ def _message(given: Any) -> dict[str, Any] | None:
     if not isinstance(given, dict):
         return None
     # LangChain's own forms: a constructor with its arguments, or a type and data.
-    kind = given["id"][-1] if given.get("type") == "constructor" and given.get("id") else given.get("type")
+    kind, path = given.get("type"), given.get("id")
+    if kind == "constructor" and isinstance(path, list) and path:
+        kind = path[-1]
     inner = next((given[name] for name in ("kwargs", "data") if isinstance(given.get(name), dict)), given)
     role = given.get("role", kind)
     role = _ROLES.get(role, role) if isinstance(role, str) else None

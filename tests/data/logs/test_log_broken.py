@@ -14,7 +14,7 @@ from log_reading import SAMPLES
 from draftforge.data.concurrency import Traffic, measure_concurrency
 from draftforge.data.logs.readers import FORMATS
 from draftforge.data.outcomes import SourceCounts
-from draftforge.data.settings import FileSource
+from draftforge.data.settings import MixSettings
 from draftforge.data.sources import read_records
 from draftforge.errors import InputError
 
@@ -46,6 +46,47 @@ LINES = {
 }
 
 
+BLOCKS = [
+    {
+        "role": "user",
+        "content": [{"type": "text", "text": "a"}, {"type": "tool_result", "tool_use_id": "t", "content": []}],
+    },
+    {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "b"}, {"type": "tool_use", "name": "c", "input": {}}],
+    },
+    {"role": "system", "content": [{"type": "text", "text": "d"}]},
+    {"role": "user", "content": "e"},
+]
+TOOLS = [{"name": "c", "input_schema": {"type": "object"}}]
+EVENTS = [
+    {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "f"}},
+    {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, "id": "g", "function": {"name": "h"}}]}}]},
+]
+LANGCHAIN = [
+    {"type": "constructor", "id": ["HumanMessage"], "kwargs": {"content": "a"}},
+    {"type": "ai", "data": {"content": "", "tool_calls": [{"name": "b", "args": {}, "id": "c"}]}},
+    {"role": "tool", "content": {"name": "b"}},
+]
+MORE: dict[str, list[Any]] = {
+    "openai": [
+        {
+            "request": {"system": [{"type": "text", "text": "s"}], "messages": BLOCKS, "tools": TOOLS},
+            "response": EVENTS,
+        },
+        {"request": {"messages": BLOCKS, "thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}},
+    ],
+    "litellm": [
+        {"call_type": "anthropic_messages", "messages": BLOCKS, "model_parameters": {"system": "s", "tools": TOOLS}}
+    ],
+    "langfuse": [
+        {"type": "GENERATION", "input": LANGCHAIN, "output": LANGCHAIN[1], "model_parameters": {"stop": ["x"]}}
+    ],
+}
+"""Shapes that the samples lack."""
+
+
 def places(value: Any) -> Iterator[tuple[Any, ...]]:
     """Every place of a JSON value, as keys."""
     yield ()
@@ -66,7 +107,8 @@ def changed(value: Any, place: tuple[Any, ...], odd: Any) -> Any:
 def survives(path: Path, kind: Any, lines: list[Any]) -> None:
     path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
     counts, traffic = SourceCounts(), Traffic()
-    source = FileSource(kind=kind, path=path.name, domain="d", skip_invalid=True, limit=None, weight=None)
+    settings = {"kind": kind, "path": path.name, "domain": "d", "skip_invalid": True}
+    source = MixSettings.model_validate({"sources": [settings], "may_be_unanswered": ["d"]}).sources[0]
     try:
         for record in read_records(source, path.parent, 0, counts, traffic=traffic):
             assert record.messages and record.key
@@ -81,7 +123,7 @@ def survives(path: Path, kind: Any, lines: list[Any]) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(data=st.data())
 def test_a_value_out_of_place(tmp_path: Path, kind: str, data: st.DataObject) -> None:
-    lines = [json.loads(line) for line in (SAMPLES / LINES[kind]).read_text().splitlines()]
+    lines = [json.loads(line) for line in (SAMPLES / LINES[kind]).read_text().splitlines()] + MORE.get(kind, [])
     row = data.draw(st.integers(0, len(lines) - 1))
     place = data.draw(st.sampled_from(list(places(lines[row]))))
     lines[row] = changed(lines[row], place, data.draw(st.sampled_from(ODD)))
