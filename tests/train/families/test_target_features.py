@@ -60,11 +60,12 @@ def target(load_tiny_target: Callable[[], Target]) -> Target:
     return load_tiny_target()
 
 
+# In float32: a CPU that multiplies in bfloat16 rounds by the shape of the batch.
 PACKED: dict[str, Settings] = {
-    "eagle3": Eagle3Settings(draft_tokens=3, features_bytes=0),
-    "eagle": EagleSettings(draft_tokens=3, features_bytes=0, feature_noise=0.0),
-    "medusa": MedusaSettings(draft_tokens=3, features_bytes=0),
-    "dflash": DFlashSettings(draft_tokens=3, layers=2, features_bytes=0),
+    "eagle3": Eagle3Settings(draft_tokens=3, features_bytes=0, precision="float32"),
+    "eagle": EagleSettings(draft_tokens=3, features_bytes=0, feature_noise=0.0, precision="float32"),
+    "medusa": MedusaSettings(draft_tokens=3, features_bytes=0, precision="float32"),
+    "dflash": DFlashSettings(draft_tokens=3, layers=2, features_bytes=0, precision="float32"),
 }
 
 
