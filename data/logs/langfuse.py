@@ -26,6 +26,7 @@ _PARTS = (
     *("text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "tool_use", "tool_result"),
     *("image", "image_url", "input_image", "audio", "input_audio", "audio_url", "video_url", "file", "document"),
 )
+_OF_TOOLS = {"parameters", "input_schema", "description"}
 _ASSISTANT = ("assistant", "ai", "model")
 _PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inputTokens", "inputUsage")
 _ANSWER_COUNTS = ("output", "completion_tokens", "completionTokens", "output_tokens", "outputTokens", "outputUsage")
@@ -103,10 +104,10 @@ def _request(given: Any, parameters: dict[str, Any], engine: str | None) -> tupl
     if not isinstance(messages, list) or not messages:
         return {}, "messages in an unread form"
 
-    # 2) Each message; tools may stand among them.
+    # 2) Each message; LangChain's handler lists tools behind them.
     read = [_message(decoded(message)) for message in messages]
-    tools = [message["content"] for message in read if message and isinstance(message["content"], dict)]
-    read = [message for message in read if not message or not isinstance(message["content"], dict)]
+    tools = [message["content"] for message in read if message and _is_tool(message)]
+    read = [message for message in read if not message or not _is_tool(message)]
     if not all(read):
         return {}, "messages in an unread form"
 
@@ -122,8 +123,7 @@ def _request(given: Any, parameters: dict[str, Any], engine: str | None) -> tupl
 
 
 def _message(given: Any) -> dict[str, Any] | None:
-    """A message in the shape of chat completions, whose content is a tool where LangChain's handler lists one; None:
-    it is none."""
+    """A message in the shape of chat completions; None: it is none, or its content is an object and no tool."""
     if not isinstance(given, dict):
         return None
     # LangChain's own forms: a constructor with its arguments, or a type and data.
@@ -141,7 +141,15 @@ def _message(given: Any) -> dict[str, Any] | None:
     message = {**extra, **inner, "role": role, "content": _content(inner.get("content"))}
     calls = inner.get("tool_calls") or extra.get("tool_calls")
     message["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else None
-    return message
+    return message if not isinstance(message["content"], dict) or _is_tool(message) else None
+
+
+def _is_tool(message: Mapping[str, Any]) -> bool:
+    """Whether a message stands for a tool that could be called: its content is the definition."""
+    content = message["content"]
+    if message["role"] != "tool" or message.get("tool_call_id") or not isinstance(content, dict):
+        return False
+    return isinstance(content.get("function"), dict) or ("name" in content and bool(content.keys() & _OF_TOOLS))
 
 
 def _content(content: Any) -> Any:

@@ -289,6 +289,8 @@ def test_langfuse_calls_in_langchains_form(tmp_path: Path) -> None:
         ({"input": {"question": "Hi"}}, "messages in an unread form"),
         ({"input": ["Hi"]}, "messages in an unread form"),
         ({"input": [*ASK, {"type": "placeholder", "name": "history"}]}, "messages in an unread form"),
+        ({"input": [*ASK, {"role": "tool", "content": {"name": "x", "degrees": 5}}]}, "messages in an unread form"),
+        ({"input": [*ASK, {"role": "tool", "content": FUNCTION, "tool_call_id": "c"}]}, "messages in an unread form"),
         ({"input": ""}, "no text logged"),
         ({"input": ASK, "level": "error"}, "failed request"),
         ({"input": ASK, "output": {"error": {"message": "no"}}}, "failed request"),
