@@ -32,7 +32,7 @@ from ..eval.table import show_domains, show_leaderboard
 from ..progress import say
 from ..recipe import PromotionSettings, Recipe
 from ..registry import promotion as registry_promotion
-from ..registry.artifacts import run_files
+from ..registry.artifacts import pickles, run_files
 from ..registry.connect import Tracking, mlflow_errors, redacted
 from ..registry.gate import Decision, DomainFigures, Evidence, Figures, Interval, decide
 from ..registry.lineage import Lineage, Version, ancestors, git_commit, holdout_overlap
@@ -40,7 +40,7 @@ from ..registry.promotion import ALREADY, history, last_decision, promote
 from ..registry.versions import champion, register_version, resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.training_free import LOOKUP
-from ..specdec.proposers.tree_settings import tree_identity
+from ..specdec.proposers.tree_settings import MergedTree, tree_identity
 from ..specdec.serving_plan import stored_plan, write_plan
 from .export import export_draft, is_copy
 from .scoring import Scored, Scorer, check_score
@@ -79,6 +79,12 @@ def check_promotion(space: Workspace, what: str = "a promotion") -> None:
     """Refuse what keeps the recipe's drafts from being scored and promoted, before any work. `what` asks for it."""
     check_command(space.recipe.promotion)
     check_score(space, space.recipe.drafts, what)
+    # The other drafts of a merged tree go into the version, which holds no pickle.
+    for name, tree in space.recipe.score.trees.items():
+        for part in tree.drafts if isinstance(tree, MergedTree) else ():
+            files = sorted(path.name for path in part.iterdir() if path.is_file()) if part.is_dir() else [part.name]
+            if found := pickles(part if part.is_dir() else part.parent, files):
+                raise InputError(f"score.trees.{name}: {part / found[0]}: is a pickle; a version holds none")
 
 
 def check_command(settings: PromotionSettings) -> None:

@@ -148,6 +148,20 @@ def test_generate_drafts_a_tree_of_the_recipe_or_of_the_plan(
         load_recipe(path, ["score.trees={both: {kind: merged, drafts: [nowhere]}}"])
 
 
+def test_parts_of_a_merged_tree_that_no_version_may_hold_are_refused_first(
+    write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "pytorch_model.bin").write_bytes(b"x")
+    trees = {"both": {"kind": "merged", "drafts": [str(tmp_path / "part")]}}
+    space = Workspace(load_recipe(write_recipe(score={"trees": trees})))
+    with pytest.raises(
+        InputError, match=r"score\.trees\.both: .*pytorch_model\.bin: is a pickle; a version holds none"
+    ):
+        distill(space)
+    assert not list(space.root.glob("mix-*"))
+
+
 def test_a_tree_that_cannot_be_is_refused(write_recipe: Callable[..., Path]) -> None:
     space = Workspace(load_recipe(write_recipe(score={"draft_tokens": [2], "trees": TREES})))
     folder = tmp_draft(space)

@@ -8,18 +8,24 @@ SGLang needs a GPU to be installed: its options, with their types, are those of 
 import argparse
 import json
 import shlex
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from llamacpp import parsed
+from trained import Trained
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from draftforge.errors import InputError
+from draftforge.specdec.formats import convert_draft
 from draftforge.specdec.formats.layouts import FAMILIES, Format
 from draftforge.specdec.proposers.tree_settings import DynamicTree, StaticTree
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.rules import RULES
 from draftforge.specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
-from draftforge.specdec.serving_plan import ServingPlan
+from draftforge.specdec.serving_plan import ServingPlan, write_plan
 
 TARGET = TargetSettings(model="owner/model", revision="main", context=4096)
 GGUF = TargetSettings(model="/models", gguf_file="target.gguf", context=512)
@@ -217,3 +223,26 @@ def test_what_a_server_must_know_of_the_target() -> None:
         assert found.notes == ("the draft is for the target with the adapter owner/lora merged into it: serve that",)
     with pytest.raises(InputError, match="medusa: SGLang serves no such draft; it serves small, eagle"):
         command("sglang", "medusa")
+
+
+def test_transformers_drafts_as_many_tokens_as_the_plan_says(
+    trained_drafts: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The printed lines, run: K comes from the folder, and the draft's own sureness cuts nothing."""
+    source, out = shutil.copytree(trained_drafts.draft_folders["small"], tmp_path / "source"), tmp_path / "out"
+    write_plan(source, CHAIN)
+    out.mkdir()
+    convert_draft(source, out, "hf")
+    drafted: list[int] = []
+    whole = AssistedCandidateGenerator.get_candidates
+
+    def counted(self: Any, input_ids: Any, *rest: Any, **options: Any) -> Any:
+        found = whole(self, input_ids, *rest, **options)
+        drafted.append(found[0].shape[1] - input_ids.shape[1])
+        return found
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", counted)
+    target = TargetSettings(model=str(trained_drafts.target_folder))
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "attention_mask": torch.ones(1, 4), "max_new_tokens": 20}
+    exec(serve_command("hf", "small", CHAIN, str(out), target).text, {"inputs": inputs})
+    assert drafted and drafted[0] == 3 and max(drafted) == 3
