@@ -16,7 +16,7 @@ from ..eval.settings import HOLDOUT_SPLIT
 from ..eval.target_pass_cache import replay_samples
 from ..progress import say
 from ..recipe import Recipe
-from ..registry.connect import Tracking
+from ..registry.connect import Tracking, redacted
 from ..registry.lineage import Version
 from ..registry.promotion import judged_figures
 from ..registry.versions import champion, resolve_models_uri
@@ -118,7 +118,9 @@ def show_serving(space: Workspace, scored: Scored) -> None:
         folder = resolve_models_uri(space.tracking, now.uri, space.root / "models")
         say(f"{now.reference} is the champion: {find_plan(folder).plan}")
         show_command(serve_command(NATIVE, now.lineage.family, find_plan(folder).plan, str(folder), target))
-        say(f"for another engine or machine: draftforge fetch OUT --target {target.model} --format FORMAT")
+        layout = {"sglang": "sglang", "llama.cpp": "gguf"}.get(engine, "FORMAT")
+        options = f"--target {target.model} --tracking-uri {redacted(space.tracking.uri)} --format {layout}"
+        say(f"for another engine or machine: draftforge fetch OUT {options}")
         return
     # 2) What is best without one.
     lookup = next(row for row in scored.rows if row.draft == LOOKUP)
