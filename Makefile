@@ -1,4 +1,4 @@
-# make demo    the whole pipeline on a real 135M model, from an empty checkout to a promoted draft
+# make demo    the whole pipeline on a real 135M model, from an empty checkout to a draft that has met the gate
 # make test    every test; make check   style, types, packaging; make mutants   do the tests notice breaks of the core?
 # make clean, make distclean
 # make test-vllm   counts against vLLM's, and what speculators reads, in an environment of its own (2.4 GB in .cache)
@@ -48,7 +48,9 @@ browser:
 		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; }
 
 demo: $(INSTALLED) $(TARGET)
-	@$(BIN)/draftforge distill configs/demo.yaml
+	@$(BIN)/draftforge distill configs/demo.yaml || { code=$$?; test $$code -eq 5 || exit $$code; \
+		echo "The draft is registered as candidate. If it is merely not worth serving on this machine, this promotes it:"; \
+		echo "  $(BIN)/draftforge promote configs/demo.yaml gate.min_speedup=0"; }
 
 test: $(INSTALLED) $(TARGET)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests

@@ -112,11 +112,16 @@ def distill(recipe: RecipeFile, overrides: Overrides = None) -> None:
     Example: draftforge distill configs/demo.yaml drafts.small.steps=20
 
     By several GPUs: torchrun --nproc-per-node 2 -m draftforge.cli distill configs/smollm2-gpu.yaml
+
+    Exit code 0: promoted, or the champion already; 5: the gate refused the draft, which is registered as candidate; 6:
+    promoted, and promotion.command failed.
     """
     loaded = _load(recipe, overrides)
     from .pipeline import distill as stages
+    from .pipeline.promotion import exit_code
 
-    stages.distill(stages.open_workspace(loaded))
+    outcome = stages.distill(stages.open_workspace(loaded))
+    raise typer.Exit(exit_code(None if outcome is None else outcome.decision))
 
 
 @app.command(rich_help_panel=STAGES)
@@ -218,14 +223,17 @@ def score(
 
 @app.command(rich_help_panel=REGISTRY)
 def promote(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Compare the candidate with the champion for this target on the holdout; move the alias, or say why not.
+    """Ask on the holdout whether the candidate is worth serving and beats the champion; move the alias, or say why not.
+
+    Exit code 0: promoted, or the champion already; 5: the gate refused it; 6: promoted, and promotion.command failed.
 
     Example: draftforge promote configs/demo.yaml gate.min_speedup=1.2
     """
     loaded = _load(recipe, overrides)
     from .pipeline import distill as stages
+    from .pipeline.promotion import exit_code
 
-    stages.promote(loaded)
+    raise typer.Exit(exit_code(stages.promote(loaded)))
 
 
 @app.command(rich_help_panel=REGISTRY)

@@ -306,7 +306,9 @@ def describe_mismatch(found: AcceptanceMismatch, margin: float) -> str:
 
 # --- a report: the decision of a run, from its records ---
 
-DecisionKind = Literal["promoted", "refused", "scored", "nothing"]
+DecisionKind = Literal["promoted", "by-choice", "unproven", "refused", "scored", "nothing"]
+"""What became of a draft. unproven: refused, as it is not shown to be worth serving; by-choice: champion all the same,
+as gate.min_speedup asks for less."""
 
 
 class Decision(NamedTuple):
@@ -347,8 +349,11 @@ def decision_summary(scores: Record, promotion: Record | None) -> Decision:
         compared = _candidate_first(source["rows"])
         row = next(one for one in compared if one["draft"] == "candidate")
         reasons, promoted = promotion["decision"]["reasons"], promotion["decision"]["promote"]
-        kind = "promoted" if promoted else "refused"
-        title = f"{promotion['version']} {'is the champion' if promoted else 'was refused'}"
+        kind, verdict = "promoted" if promoted else "refused", "is the champion" if promoted else "was refused"
+        if promotion["decision"].get("worth_serving") is False:
+            kind = "by-choice" if promoted else "unproven"
+            verdict += " by choice: not shown to be worth serving" if promoted else ": not shown to be worth serving"
+        title = f"{promotion['version']} {verdict}"
         paragraph = _worth(row, chosen, "On the holdout, which no draft was trained or picked on,")
         others = [one for one in source["rows"] if one is not row and one["speedup"]["value"] is not None]
         beside = [f"{o['draft']} has tau {interval(o['tau'])} and {interval(o['speedup'], 'x')}" for o in others]
@@ -376,13 +381,18 @@ def _worth(row: Record, chosen: Record, where: str) -> str:
     )
     if even is None or row["tau"]["value"] is None:
         return figures
-    if speedup["low"] is not None and speedup["low"] > 1:
-        return f"{figures} It pays: break-even is at tau {number(even)}, below the whole interval."
-    if speedup["high"] is not None and speedup["high"] < 1:
+    error = row["load"]["fit_error"] if row.get("load") else 0.0
+    less = f", {error:.0%} for the error of fitted times allowed for" if error else ""
+    if speedup["low"] is not None and speedup["low"] * (1 - error) > 1:
+        return f"{figures} It pays: break-even is at tau {number(even)}, below the whole interval{less}."
+    if speedup["high"] is not None and speedup["high"] * (1 + error) < 1:
         return (
-            f"{figures} It does not pay on this machine: break-even is at tau {number(even)}, above the whole interval."
+            f"{figures} It does not pay on this machine: break-even is at tau {number(even)}, above the whole "
+            f"interval{less}."
         )
-    return f"{figures} Break-even is at tau {number(even)}, inside the interval: whether it pays is not settled."
+    if speedup["low"] is None:
+        return f"{figures} Break-even is at tau {number(even)}: whether it pays is not settled."
+    return f"{figures} Break-even is at tau {number(even)}, inside the interval{less}: whether it pays is not settled."
 
 
 def _candidate_first(rows: Sequence[Record], *columns: str) -> list[Record]:

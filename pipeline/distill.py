@@ -126,8 +126,8 @@ def score(recipe: Recipe, draft: str | None = None) -> None:
             write_report(space, scored.stage.folder)
 
 
-def promote(recipe: Recipe) -> None:
-    """Register the chosen draft and compare it with the champion on the holdout."""
+def promote(recipe: Recipe) -> Decision | None:
+    """Register the chosen draft and compare it with the champion on the holdout; None on ranks other than the first."""
     space = open_workspace(recipe)
     with space.alone():
         check_promotion(space)
@@ -135,13 +135,14 @@ def promote(recipe: Recipe) -> None:
         _run_to_training(stages, recipe.drafts)
         scored = score_stage(stages, recipe.drafts)
         if scored is None:
-            return
+            return None
         identity = stages.run_fingerprint
         with start_run(space.tracking, recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
-            promote_stage(stages, run.id, scored)
+            _, decision = promote_stage(stages, run.id, scored)
             log_report(space, scored.stage.folder, run)
         follow_champion(space)
         show_serving(space, scored)
+    return decision
 
 
 def _run_to_training(stages: Stages, drafts: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,8 +22,8 @@ from .. import fingerprint, storage
 from ..data.store import Capture
 from ..errors import HookError, InputError, LostFilesError
 from ..eval import counts
-from ..eval.acceptance import tau, tau_difference
-from ..eval.draft_configs import DraftConfig
+from ..eval.acceptance import Estimate, tau, tau_difference
+from ..eval.draft_configs import DraftConfig, ProposerSpec
 from ..eval.leaderboard import Row, Times, at_config, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from ..eval.report.page import holdout_record
 from ..eval.score import Identity
@@ -34,7 +34,7 @@ from ..recipe import PromotionSettings, Recipe
 from ..registry import promotion as registry_promotion
 from ..registry.artifacts import pickles, run_files
 from ..registry.connect import Tracking, mlflow_errors, redacted
-from ..registry.gate import Decision, DomainFigures, Evidence, Figures, Interval, decide
+from ..registry.gate import Baseline, Decision, DomainFigures, Evidence, Figures, Interval, decide
 from ..registry.lineage import Lineage, Version, ancestors, git_commit, holdout_overlap
 from ..registry.promotion import ALREADY, history, last_decision, promote
 from ..registry.versions import champion, register_version, resolve_models_uri
@@ -51,6 +51,9 @@ CANDIDATE, CHAMPION = "candidate", "champion"
 PROMOTION_FILE = "promotion.json"
 KEPT_COUNTS = "holdout.parquet"
 HOOK_TAG = "draftforge.hook"
+REFUSED = 5
+"""Exit code of `distill`, `promote` and `retrain` where the gate refused the draft: nothing broke, and the champion is
+what it was."""
 Event = Literal["promote", "rollback"]
 _NOUN: dict[Event, str] = {"promote": "promotion", "rollback": "rollback"}
 _DONE = "done"
@@ -100,6 +103,7 @@ def promote_stage(stages: Stages, run_id: str, scored: Scored, parent: str | Non
     """
     # 1) Register it as candidate; a draft that is the champion already has nothing to prove.
     space, scorer = stages.space, Scorer(stages.space, stages.captured, HOLDOUT_SPLIT)
+    lookup = next(row.config for row in scored.rows if row.draft == LOOKUP)
     version = _register(stages, run_id, scored, scorer, parent)
     current = champion(space.tracking, space.target_fingerprint)
     if current is not None and current.reference == version.reference:
@@ -107,7 +111,7 @@ def promote_stage(stages: Stages, run_id: str, scored: Scored, parent: str | Non
         _say_decision(version, decision)
         return version, decision
     # 2) Measure both from the registry's copies, decide, and carry the decision out.
-    evidence, holdout = _evidence(space, scorer, version, current)
+    evidence, holdout = _evidence(space, scorer, version, current, lookup)
     decision = promote(space.tracking, decide(evidence, space.recipe.gate), version)
     _say_decision(version, decision)
     # 3) Keep what the report shows.
@@ -121,6 +125,11 @@ def rollback(recipe: Recipe) -> None:
     version = registry_promotion.rollback(space.tracking, space.target_fingerprint, "asked for on the command line")
     say(f"{version.reference}: champion again")
     follow_champion(space)
+
+
+def exit_code(decision: Decision | None) -> int:
+    """Exit code of a verb by the gate's decision: 0 where a draft was promoted, or nothing had to be (None)."""
+    return 0 if decision is None or decision.promote else REFUSED
 
 
 def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, parent: str | None) -> Version:
@@ -174,21 +183,32 @@ def _write_record(
 
 
 def _evidence(
-    space: Workspace, scorer: Scorer, version: Version, current: Version | None
+    space: Workspace, scorer: Scorer, version: Version, current: Version | None, lookup_config: DraftConfig
 ) -> tuple[Evidence, dict[str, Any]]:
-    """Evidence for the gate, and a record: version and champion are measured on the holdout, and shown."""
-    # 1) The candidate, then the champion.
+    """Evidence for the gate, and a record: version, champion and prompt lookup are measured on the holdout, and shown.
+
+    `lookup_config`: the K that is best for prompt lookup on the selection split; a choice on the holdout would favour
+    it.
+    """
+    # 1) The candidate, prompt lookup, then the champion.
     settings = space.recipe.score
     candidate = _measure(space, scorer, version, CANDIDATE)
     keep_counts(space.tracking, version, candidate.table)
+    lookup = _measure_lookup(scorer, lookup_config)
     rival, lost = (None, None) if current is None else _measure_champion(space, scorer, current)
-    holdout = _show_holdout(scorer, candidate, rival)
-    # 2) What is known of the candidate alone, then what the comparison adds.
+    holdout = _show_holdout(scorer, lookup, [candidate] if rival is None else [candidate, rival])
+    # 2) What is known of the candidate and prompt lookup, then what the comparison with the champion adds.
     evidence = Evidence(
         candidate=_figures(candidate.row),
         conversations=len(counts.values(candidate.table, "conversation")),  # those scored, not those there are
         clusters=len(counts.values(candidate.table, "cluster")),
         confidence=settings.confidence,
+        fit_error=max(0.0 if one.row.load is None else one.row.load.fit_error for one in (candidate, lookup)),
+        lookup=Baseline(
+            draft_tokens=lookup.row.config.levels,
+            speedup=Interval.of(lookup.row.speedup),
+            difference=Interval.of(_difference(candidate, lookup, settings)),
+        ),
         lossless=candidate.lossless,
         export_reads_back=True,  # what was measured is the registered copy, downloaded and checked by its digests
         holdout_overlap=holdout_overlap(space.tracking, version, {sample.cluster for sample in scorer.samples}),
@@ -197,31 +217,28 @@ def _evidence(
     )
     if rival is None:
         return evidence, holdout
-    difference = speedup_difference([candidate.table, rival.table], candidate.row, rival.row, settings)
     comparison = {
         "champion": _figures(rival.row),
-        "difference": Interval.of(difference),
+        "difference": Interval.of(_difference(candidate, rival, settings)),
         "domains": _by_domain(candidate, rival, settings),
     }
     return evidence.model_copy(update=comparison), holdout
 
 
-def _show_holdout(scorer: Scorer, candidate: _HoldoutScore, rival: _HoldoutScore | None) -> dict[str, Any]:
-    """Show both drafts and prompt lookup on the holdout, overall and by domain; returns the tables as a record."""
-    # 1) The baseline.
-    settings, prompt_lookup = scorer.settings, scorer.load(None)
-    specs = scorer.specs(prompt_lookup)
-    costs = scorer.times(prompt_lookup, specs)
-    lookup, _ = scorer.counts(specs, Identity(LOOKUP, 0))
-    (baseline,) = leaderboard([lookup], {(LOOKUP, 0): costs}, settings, [LOOKUP])
-    # 2) Overall: plain decoding, prompt lookup, candidate, champion.
-    drafts = [candidate] if rival is None else [candidate, rival]
-    rows = [baseline, *(draft.row for draft in drafts)]
-    show_leaderboard([plain_row(costs), *rows], settings.confidence, "On the holdout", costs.description)
-    # 3) By domain.
-    tables = [lookup, *(draft.table for draft in drafts)]
-    times = {(LOOKUP, 0): costs, **{(draft.row.draft, draft.row.step): draft.times for draft in drafts}}
-    domains = domain_rows(tables, rows, settings, times)
+def _difference(first: _HoldoutScore, second: _HoldoutScore, settings: ScoreSettings) -> Estimate:
+    """Paired difference of two drafts' expected speed-ups."""
+    return speedup_difference([first.table, second.table], first.row, second.row, settings)
+
+
+def _show_holdout(scorer: Scorer, lookup: _HoldoutScore, drafts: Sequence[_HoldoutScore]) -> dict[str, Any]:
+    """Show prompt lookup and drafts on the holdout, overall and by domain; returns the tables as a record."""
+    # 1) Overall: plain decoding, prompt lookup, drafts.
+    settings, scores = scorer.settings, [lookup, *drafts]
+    rows, tables = [one.row for one in scores], [one.table for one in scores]
+    title, times = "On the holdout", lookup.times
+    show_leaderboard([plain_row(times), *rows], settings.confidence, title, times.description)
+    # 2) By domain.
+    domains = domain_rows(tables, rows, settings, {(one.row.draft, one.row.step): one.times for one in scores})
     show_domains(domains, settings.confidence, title="On the holdout, by domain")
     return holdout_record(tables, rows, settings, domains)
 
@@ -234,27 +251,36 @@ def _measure_champion(space: Workspace, scorer: Scorer, current: Version) -> tup
         return None, str(error)
 
 
+def _measure_lookup(scorer: Scorer, config: DraftConfig) -> _HoldoutScore:
+    """Score prompt lookup on the holdout at one K."""
+    draft = scorer.load(None)
+    known = scorer.specs(draft)
+    table, lossless = scorer.counts(known, Identity(LOOKUP, 0))
+    table, times = at_config(table, config), scorer.times(draft, known)
+    (row,) = leaderboard([table], {(LOOKUP, 0): times}, scorer.settings, [LOOKUP])
+    return _HoldoutScore(row, table, times, lossless)
+
+
 def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _HoldoutScore:
-    """Score a registered version on the holdout, from freshly downloaded files, at the tree or K of its plan."""
-    # 1) The registered copy, and the spec of its own tree or of chains.
+    """Score a registered version on the holdout, from freshly downloaded files, at the tree or K of its plan.
+
+    That is its own even where the recipe does not score it any more: a choice on the holdout would favour the draft.
+    """
+    # 1) The registered copy, and the spec of its own tree or K.
     folder = resolve_models_uri(space.tracking, version.uri, space.root / "models", afresh=True)
     draft, step = scorer.load(folder), version.lineage.step
-    plan, known = draft.plan, scorer.specs(draft)  # times of all of them may be there already
-    same = (plan.tree_name, tree_identity(plan.tree))
-    own = next((spec for spec in known if (spec.tree, tree_identity(spec.fixed)) == same), None)
-    if own is None:  # a tree of another recipe, or of other answers
-        assert plan.tree is not None
+    plan, known = draft.plan, scorer.specs(draft)
+    if plan.tree is None:
+        own = ProposerSpec(draft.proposer, (plan.draft_tokens,))
+    else:
         own = scorer.tree_spec(draft, plan.tree_name, plan.tree)
-        known = [own]
-    # 2) Count and time it.
+    # 2) Count it; times of all that the recipe scores may be there already.
     table, lossless = scorer.counts([own], Identity(name, step))
-    times = scorer.times(draft, known)
-    # 3) Keep its own K alone: a choice on the holdout would favour it. A K that the recipe does not score is lost.
-    if plan.tree is None and plan.draft_tokens in scorer.settings.draft_tokens:
-        table = at_config(table, DraftConfig(plan.draft_tokens))
+    shape = (own.tree, tree_identity(own.fixed))
+    timed = any((one.tree, tree_identity(one.fixed)) == shape and {*own.depths} <= {*one.depths} for one in known)
+    times = scorer.times(draft, known if timed else [own])
     (row,) = leaderboard([table], {(name, step): times}, scorer.settings)
-    row = replace(row, chosen=False)  # there was nothing to choose from
-    return _HoldoutScore(row, at_config(table, row.config), times, lossless)
+    return _HoldoutScore(replace(row, chosen=False), table, times, lossless)  # there was nothing to choose from
 
 
 def _by_domain(candidate: _HoldoutScore, rival: _HoldoutScore, settings: ScoreSettings) -> dict[str, DomainFigures]:
@@ -273,7 +299,7 @@ def _by_domain(candidate: _HoldoutScore, rival: _HoldoutScore, settings: ScoreSe
 
 
 def _figures(row: Row) -> Figures:
-    return Figures(tau=row.tau.value, speedup=row.speedup.value)
+    return Figures(tau=row.tau.value, speedup=Interval.of(row.speedup))
 
 
 def keep_counts(tracking: Tracking, version: Version, table: pa.Table) -> None:

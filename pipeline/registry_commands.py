@@ -232,10 +232,11 @@ def _shown(entry: ListedTarget) -> list[tuple[str, ListedVersion]]:
 
 
 def _gate(version: ListedVersion) -> str:
-    """Outcome of the gate for a version, with the reasons of a refusal or rollback."""
+    """Outcome of the gate for a version: the reasons of a refusal or rollback, or the choice that let it through."""
     if version.rolled_back is not None:
         return f"rolled back: {escape(version.rolled_back)}"
-    return {"promote": "promoted", "refuse": f"refused: {escape(version.reasons)}"}.get(version.decision, "-")
+    promoted = f"promoted by choice: {version.by_choice}" if version.by_choice else "promoted"
+    return {"promote": promoted, "refuse": f"refused: {escape(version.reasons)}"}.get(version.decision, "-")
 
 
 def _by_draft(found: Listing) -> Table:

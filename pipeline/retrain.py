@@ -32,15 +32,13 @@ from ..specdec.requests import TargetSettings
 from ..train.checkpoints import is_finished
 from ..train.families import family_of
 from .distill import Outcome, distill
-from .promotion import check_command, follow_champion
+from .promotion import REFUSED, check_command, follow_champion
 from .scoring import check_score
 from .stages import Stage, Stages, blended_mix, mix_stage
 from .staleness import STALENESS_FILE, Staleness, pin_revision
 from .staleness_evidence import judge
 from .workspace import Workspace, check_same_recipe, in_stage, recorded, require_whole
 
-REFUSED = 5
-"""Exit code of a retraining whose draft the gate refused: nothing broke, and the champion is still stale."""
 _PLAN = "the plan of a retraining"
 
 

@@ -1,10 +1,17 @@
-"""Promotion gate: non-inferiority of a candidate to the champion, decided from paired holdout figures.
+"""Promotion gate: is a candidate worth serving, and no worse than the champion? Decided from paired holdout figures.
 
-Overall the candidate must be faster, and the lower end of its gain may not lie below minus the margin. Every domain
-with enough conversation clusters must be non-inferior in the same sense. Asking it of all of them needs no correction
-for their number: the gate passes only where each test passes, so a candidate that is worse by the margin in any domain
-gets through with at most the error of that domain's own test, (1 - confidence) / 2 (an intersection-union test:
-Berger, Technometrics 24(4), 1982). What more domains cost is power, and the decision says how many clusters are
+**Worth serving.** At the recipe's load the candidate must be shown to beat plain decoding, and prompt lookup, which
+takes no training. Shown: the lower end of the interval of its expected speed-up, less the share by which fitted times
+may be off, lies above gate.min_speedup (1); and the lower end of the paired difference of expected speed-ups, candidate
+minus prompt lookup, lies above that share of the candidate's. So a draft that is no faster than plain decoding, or no
+faster than prompt lookup, gets through with at most the error of one test, (1 - confidence) / 2. A gate.min_speedup
+below 1 asks for neither, and every output says so.
+
+**Non-inferior.** Overall the candidate must be faster than the champion, and the lower end of its gain may not lie
+below minus the margin. Every domain with enough conversation clusters must be non-inferior in the same sense. Asking it
+of all of them needs no correction for their number: the gate passes only where each test passes, so a candidate that is
+worse by the margin in any domain gets through with at most the error of that domain's own test (an intersection-union
+test: Berger, Technometrics 24(4), 1982). What more domains cost is power, and the decision says how many clusters are
 missing.
 
 Clusters count, not conversations: near-duplicates accept alike, and all intervals are of clusters
@@ -33,8 +40,10 @@ class GateSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
-    min_speedup: float = Field(default=0.0, ge=0)
-    """Least expected speed-up over plain decoding; 0 asks for none (on a slow CPU speculation may lose)."""
+    min_speedup: float = Field(default=1.0, ge=0)
+    """The lower end of the expected speed-up over plain decoding must lie above this, less the error of fitted times.
+    From 1 on the candidate must be shown to beat prompt lookup as well. Below 1 a draft that is not worth serving may
+    become champion, which decisions, report and `draftforge registry` say; 0 asks for nothing."""
     non_inferiority_margin: float = Field(default=0.02, ge=0, lt=1)
     """The candidate must be faster, and the lower end of its relative gain may not lie below minus this. 0: it must be
     shown to be faster."""
@@ -55,7 +64,7 @@ class _Record(BaseModel):
 
 
 class Interval(_Record):
-    """A difference, candidate minus champion on the same conversations, and its confidence interval."""
+    """A figure or a difference, candidate minus another on the same conversations, with its confidence interval."""
 
     value: Number
     low: Number
@@ -83,8 +92,17 @@ class Figures(_Record):
 
     tau: Number
     """Tokens per round, pooled."""
-    speedup: Number
+    speedup: Interval
     """Expected speed-up over plain decoding at the recipe's load; 1 is no gain."""
+
+
+class Baseline(_Record):
+    """Prompt lookup on the holdout, at the K that is best for it on the selection split."""
+
+    draft_tokens: int = Field(ge=1)
+    speedup: Interval
+    difference: Interval
+    """Candidate's expected speed-up minus this one's, paired by conversation."""
 
 
 class DomainFigures(_Record):
@@ -105,7 +123,11 @@ class Evidence(_Record):
     clusters: int = Field(ge=0)
     """Clusters of near-duplicates that the conversations are of."""
     confidence: Number
-    """Coverage of the intervals below."""
+    """Coverage of the intervals."""
+    fit_error: Number = 0.0
+    """Share by which expected speed-ups may be off, as fitted times are; 0: times are measured as they are used."""
+    lookup: Baseline | None = None
+    """Prompt lookup; None: it was not measured."""
     lossless: bool | None
     """Greedy speculative output equals plain greedy output in the self-test; None: it compared nothing."""
     export_reads_back: bool
@@ -151,10 +173,21 @@ class Decision(_Record):
 
     promote: bool
     reasons: list[str]
+    worth_serving: bool | None = None
+    """Whether it is shown to beat plain decoding and prompt lookup; None: nothing was measured."""
     numbers: Numbers = Numbers()
     compared: str | None = None
     champion_lost: bool = False
     """The champion's files are gone: no rollback should return to it."""
+
+    @property
+    def by_choice(self) -> str:
+        """Words on a gate.min_speedup below 1, which asks no draft to be worth serving; empty where it asks that."""
+        settings = self.numbers.settings
+        if settings is None or settings.min_speedup >= 1:
+            return ""
+        shown = "is" if self.worth_serving else "is not"
+        return f"gate.min_speedup = {settings.min_speedup:g}: {shown} shown to beat plain decoding and prompt lookup"
 
 
 class StoredDecision(Decision):
@@ -175,15 +208,14 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
 
     Conditions are written so that NaN (not measured) refuses.
     """
-    # 1) Checks that need no champion.
+    # 1) Checks that need no champion: the evidence, and whether the candidate is worth serving.
     against = _validity(evidence, settings)
-    supporting = [f"expected speed-up over plain decoding is {evidence.candidate.speedup:.2f}"]
+    supporting = []
     if evidence.lossless is None:
         supporting.append("no self-test: nothing was decoded at T = 0 (score.sampling, score.decode_conversations)")
-    if not evidence.candidate.speedup >= settings.min_speedup:
-        against.append(
-            f"expected speed-up {evidence.candidate.speedup:.2f} is below {settings.min_speedup:g} (gate.min_speedup)"
-        )
+    unproven = _against_plain(evidence, max(settings.min_speedup, 1.0)) + _against_lookup(evidence)
+    against += unproven if settings.min_speedup >= 1 else _against_plain(evidence, settings.min_speedup)
+    supporting += unproven or _worth_serving(evidence)
     # 2) The comparison, where there is something to compare with.
     numbers = Numbers(evidence=evidence, settings=settings)
     lost = []
@@ -201,19 +233,22 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
         against += _against_champion(numbers, evidence, evidence.champion, settings)
         against += _against_domains(numbers, evidence, settings)
         supporting += _supporting(numbers, evidence, evidence.champion, settings)
-    return Decision(
+    # 3) A lower gate.min_speedup than 1 is said first.
+    decision = Decision(
         promote=not against,
         reasons=[*(against or supporting), *lost],
+        worth_serving=not unproven,
         numbers=numbers,
         compared=evidence.compared,
         champion_lost=bool(lost),
     )
+    return decision.model_copy(update={"reasons": [*filter(None, [decision.by_choice]), *decision.reasons]})
 
 
 def _numbers(evidence: Evidence, champion: Figures, difference: Interval, settings: GateSettings) -> Numbers:
     """Relative gains over the champion, overall and by domain, and how many clusters are missing."""
     # Overall: clusters missing for gate.min_clusters, or for an interval narrow enough, whichever is more.
-    gain = difference.over(champion.speedup)
+    gain = difference.over(champion.speedup.value)
     floor, missing = -settings.non_inferiority_margin, max(settings.min_clusters - evidence.clusters, 0)
     if not gain.low >= floor:
         missing = max(missing, more_clusters(gain, floor, evidence.confidence) or 0)
@@ -251,11 +286,60 @@ def _validity(evidence: Evidence, settings: GateSettings) -> list[str]:
             f"conversations are {evidence.clusters} clusters of near-duplicates; gate.min_clusters = "
             f"{settings.min_clusters})"
         )
-    # The intervals' coverage matters only where intervals are compared.
+    # The intervals' coverage matters only where an interval decides.
     comparing = evidence.compared is not None and evidence.champion_lost is None
-    if comparing and not evidence.confidence >= settings.confidence:
+    if (comparing or settings.min_speedup > 0) and not evidence.confidence >= settings.confidence:
         against.append(f"intervals cover {evidence.confidence:g}, gate.confidence asks for {settings.confidence:g}")
     return against
+
+
+def _against_plain(evidence: Evidence, least: float) -> list[str]:
+    """Reason against a candidate that is not shown to be more than `least` times as fast as plain decoding."""
+    # 1) A known speed-up is always asked for; its interval where anything is.
+    speedup, kept = evidence.candidate.speedup, 1 - evidence.fit_error
+    if not speedup.value >= 0:
+        return ["expected speed-up over plain decoding is not known"]
+    if least == 0 or speedup.low * kept > least:
+        return []
+    # 2) The figure, what it falls short of, and how many clusters would tell.
+    lead = "beat plain decoding" if least == 1 else f"be {least:g} times as fast as plain decoding"
+    less = f", less {evidence.fit_error:.0%} for the error of fitted times" if evidence.fit_error else ""
+    more = more_clusters(speedup, least / kept, evidence.confidence)
+    return [
+        f"not shown to {lead}: expected speed-up {_times(speedup)}, whose lower end{less} must lie above {least:g} "
+        f"(gate.min_speedup); {_how_many_more(more)}"
+    ]
+
+
+def _against_lookup(evidence: Evidence) -> list[str]:
+    """Reason against a candidate that is not shown to beat prompt lookup; it says to serve that where that pays."""
+    # 1) The paired difference, less the error of fitted times.
+    lookup, speedup = evidence.lookup, evidence.candidate.speedup
+    if lookup is None:
+        return ["prompt lookup was not measured"]
+    floor = evidence.fit_error * speedup.value
+    if lookup.difference.low > floor:
+        return []
+    # 2) Both figures, what they fall short of, and what to serve instead.
+    above = f"{floor:.2f}, the error of fitted times" if floor else "0"
+    more = _how_many_more(more_clusters(lookup.difference, floor, evidence.confidence))
+    pays = lookup.speedup.low * (1 - evidence.fit_error) > 1
+    instead = f"serve prompt lookup at K = {lookup.draft_tokens} instead, which takes no training" if pays else more
+    return [
+        f"not shown to beat prompt lookup: {_times(speedup)}, prompt lookup at K = {lookup.draft_tokens} "
+        f"{_times(lookup.speedup)}, a difference of {_signed(lookup.difference)}, whose lower end must lie above "
+        f"{above}; {instead}"
+    ]
+
+
+def _worth_serving(evidence: Evidence) -> list[str]:
+    """Reasons for a candidate that is worth serving: its speed-up, and its lead over prompt lookup."""
+    lookup = evidence.lookup
+    assert lookup is not None
+    return [
+        f"worth serving: expected speed-up over plain decoding {_times(evidence.candidate.speedup)}, prompt lookup at "
+        f"K = {lookup.draft_tokens} {_times(lookup.speedup)}, a difference of {_signed(lookup.difference)}"
+    ]
 
 
 def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, settings: GateSettings) -> list[str]:
@@ -264,8 +348,8 @@ def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, s
     assert gain is not None
     if not gain.value > 0:
         against.append(
-            f"not faster: expected speed-up {evidence.candidate.speedup:.2f}, "
-            f"champion {evidence.compared} has {champion.speedup:.2f}"
+            f"not faster: expected speed-up {evidence.candidate.speedup.value:.2f}, "
+            f"champion {evidence.compared} has {champion.speedup.value:.2f}"
         )
     # Non-inferiority of the interval: its lower end may not lie below minus the margin.
     if math.isnan(gain.low):
@@ -303,7 +387,9 @@ def _against_domains(numbers: Numbers, evidence: Evidence, settings: GateSetting
 def _supporting(numbers: Numbers, evidence: Evidence, champion: Figures, settings: GateSettings) -> list[str]:
     """Reasons for the candidate: its gain, and the domains that were too small to judge."""
     assert numbers.gain is not None
-    faster = f"faster than champion {evidence.compared} ({champion.speedup:.2f}) by {_interval_text(numbers.gain)}"
+    faster = (
+        f"faster than champion {evidence.compared} ({champion.speedup.value:.2f}) by {_interval_text(numbers.gain)}"
+    )
     small = [
         f"{name} ({verdict.gain.clusters}, {settings.min_domain_clusters - verdict.gain.clusters} more needed)"
         for name, verdict in numbers.domains.items()
@@ -344,7 +430,20 @@ def _how_many_more(more: int | None) -> str:
 
 def _no_interval(gain: Interval) -> str:
     few = gain.clusters < FEWEST_CLUSTERS
-    return too_few_clusters(gain.clusters) if few else "its gain has no interval"
+    return too_few_clusters(gain.clusters) if few else "no interval"
+
+
+def _times(speedup: Interval) -> str:
+    """A speed-up in words, such as "1.06x [0.97, 1.17]"."""
+    if math.isnan(speedup.low):
+        return f"{speedup.value:.2f}x ({_no_interval(speedup)})"
+    return f"{speedup.value:.2f}x [{speedup.low:.2f}, {speedup.high:.2f}]"
+
+
+def _signed(difference: Interval) -> str:
+    if math.isnan(difference.low):
+        return f"{difference.value:+.2f} ({_no_interval(difference)})"
+    return f"{difference.value:+.2f} [{difference.low:+.2f}, {difference.high:+.2f}]"
 
 
 def _interval_text(gain: Interval) -> str:

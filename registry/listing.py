@@ -12,7 +12,17 @@ from ..progress import say
 from .connect import Tracking, mlflow_errors
 from .gate import StoredDecision
 from .lineage import LINEAGE_TAG, Version, as_version
-from .promotion import DECISION_TAG, REASONS_TAG, ROLLED_BACK_TAG, SPEEDUP_TAG, TAU_TAG, decisions, history, tag_number
+from .promotion import (
+    BY_CHOICE_TAG,
+    DECISION_TAG,
+    REASONS_TAG,
+    ROLLED_BACK_TAG,
+    SPEEDUP_TAG,
+    TAU_TAG,
+    decisions,
+    history,
+    tag_number,
+)
 from .versions import CANDIDATE, CHAMPION, PREVIOUS, targets
 
 _ORDER = (CHAMPION, CANDIDATE, PREVIOUS)
@@ -48,6 +58,8 @@ class ListedVersion(_Listed):
     decision: str
     """promote, refuse, or empty: none was taken."""
     reasons: str
+    by_choice: str
+    """Words on a gate.min_speedup below 1 at that decision; empty where a draft had to be worth serving."""
     rolled_back: str | None
     """Reason of its rollback; None: it was never rolled back."""
     decisions: list[StoredDecision] | None = None
@@ -158,6 +170,7 @@ def _listed(
         parent=lineage.parent,
         decision=tags.get(DECISION_TAG, ""),
         reasons=tags.get(REASONS_TAG, ""),
+        by_choice=tags.get(BY_CHOICE_TAG, ""),
         rolled_back=tags.get(ROLLED_BACK_TAG),
         decisions=_decisions(tracking, version) if with_decisions else None,
     )

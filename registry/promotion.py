@@ -21,6 +21,7 @@ from .versions import CANDIDATE, CHAMPION, PREVIOUS, alias_lock, aliases, model_
 DECISION_TAG = "draftforge.decision"
 COMPARED_TAG = "draftforge.compared"
 REASONS_TAG = "draftforge.reasons"
+BY_CHOICE_TAG = "draftforge.by_choice"
 RECORD_TAG = "draftforge.decision_record"
 TAU_TAG, SPEEDUP_TAG = "draftforge.tau", "draftforge.speedup"
 HISTORY_TAG = "draftforge.history"
@@ -199,11 +200,12 @@ def _record(tracking: Tracking, decision: Decision, version: Version) -> None:
         DECISION_TAG: "promote" if decision.promote else "refuse",
         COMPARED_TAG: decision.compared or "none",
         REASONS_TAG: "; ".join(decision.reasons)[:2000],
+        BY_CHOICE_TAG: decision.by_choice,
         RECORD_TAG: path,
     }
     if decision.numbers.evidence is not None:
         figures = decision.numbers.evidence.candidate
-        tags |= {TAU_TAG: f"{figures.tau:.4f}", SPEEDUP_TAG: f"{figures.speedup:.4f}"}
+        tags |= {TAU_TAG: f"{figures.tau:.4f}", SPEEDUP_TAG: f"{figures.speedup.value:.4f}"}
     # The artifact goes first: a tag never names a record that does not exist.
     record = StoredDecision(version=version.reference, at=now, **vars(decision))
     with mlflow_errors(tracking.uri):

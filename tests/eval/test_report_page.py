@@ -99,6 +99,19 @@ def test_the_head_says_what_was_decided_and_why(promote: bool) -> None:
     assert all(reason in read(page).text for reason in decision.reasons)
 
 
+@pytest.mark.parametrize(
+    ("promote", "kind", "badge"), [(True, "by-choice", "Promoted by choice"), (False, "unproven", "Not promoted")]
+)
+def test_the_head_of_a_draft_that_is_not_worth_serving_is_amber(promote: bool, kind: str, badge: str) -> None:
+    records = sample_records(promote=promote, worth_serving=False)
+    decision = decision_summary(records.scores, records.promotion)
+    assert decision.kind == kind and decision.title.endswith("not shown to be worth serving")
+    page = report_page(records)
+    assert f'class="decision {kind}"' in page and f'<p class="badge">{badge}</p>' in page
+    amber = next(line for line in page.splitlines() if line.startswith(".decision.unproven"))
+    assert f".decision.{kind}" in amber and "var(--warn-paper)" in amber
+
+
 def test_without_a_gate_the_selection_split_speaks() -> None:
     records = replace(sample_records(), promotion=None, mix=None, lineage=())
     decision = decision_summary(records.scores, None)

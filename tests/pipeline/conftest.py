@@ -82,7 +82,7 @@ def recipe_in(tiny_target_folder: Path) -> Callable[..., Path]:
                 "decode_conversations": 2,
                 "costs": {"prompts": 2, "rounds": 6, "warmup_rounds": 0},
             },
-            "gate": {"min_clusters": 2},
+            "gate": {"min_speedup": 0, "min_clusters": 2},
         }
         recipe.update(sections)
         path = folder / "tiny.yaml"

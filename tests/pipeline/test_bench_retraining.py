@@ -29,6 +29,7 @@ SMALL = [
     "score.decode_conversations=1",
     "score.costs.rounds=4",
     "score.costs.warmup_rounds=0",
+    "gate.min_speedup=0",
     "gate.min_clusters=2",
 ]
 

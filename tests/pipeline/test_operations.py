@@ -53,7 +53,7 @@ class House:
                 "decode_conversations": 2,
                 "costs": {"prompts": 2, "rounds": 6, "warmup_rounds": 0},
             },
-            "gate": {"min_clusters": 5, "min_domain_clusters": 3},
+            "gate": {"min_speedup": 0, "min_clusters": 5, "min_domain_clusters": 3},
             "retrain": {"steps": 50, "probe_conversations": 24},
         }
 

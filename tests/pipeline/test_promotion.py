@@ -8,12 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import loads
 import pytest
 
 from draftforge.cli import main
 from draftforge.errors import HookError, InputError
-from draftforge.pipeline import promotion
-from draftforge.pipeline.promotion import HOOK_TAG, check_command, follow_champion, run_command
+from draftforge.eval.costs import CostKey, CostTable
+from draftforge.pipeline import promotion, scoring
+from draftforge.pipeline.promotion import HOOK_TAG, REFUSED, check_command, follow_champion, run_command
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import PromotionSettings, load_recipe
 from draftforge.registry import promotion as registry_promotion
@@ -21,7 +23,7 @@ from draftforge.registry.gate import Decision
 from draftforge.registry.lineage import Lineage, Version
 from draftforge.registry.promotion import promote
 from draftforge.registry.tracking import start_run
-from draftforge.registry.versions import CHAMPION, aliases, register_version
+from draftforge.registry.versions import CANDIDATE, CHAMPION, aliases, register_version, targets
 from draftforge.storage import read_object
 
 WriteRecipe = Callable[..., Path]
@@ -196,3 +198,50 @@ def test_a_program_that_is_not_there_is_found_out_beforehand(tmp_path: Path) -> 
     for name in ("./nowhere", str(tmp_path / "not-executable")):
         with pytest.raises(InputError, match=rf"promotion\.command {re.escape(name)}: no such program"):
             check_command(PromotionSettings(command=[name]))
+
+
+def dear(key: CostKey, *args: object) -> CostTable:
+    """Times of rounds that take twice as long as a plain one."""
+    return loads.batch_one_table(key, 0.01, dict.fromkeys(key.plans, (0.01, 0.01, 0.0)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("stage_cache")
+def test_a_draft_that_is_not_worth_serving_stays_a_candidate(
+    write_recipe: WriteRecipe,
+    tmp_path: Path,
+    log: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A draft whose rounds cost twice a plain one: refused with both figures, until a choice lets it through."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(scoring, "measure_costs", dear)
+    command = {"command": noting(tmp_path, log)}
+    path = write_recipe(gate={"min_clusters": 2}, promotion=command)
+    drafts = {"small": load_recipe(path).resolved()["drafts"]["small"]}
+    path = write_recipe(gate={"min_clusters": 2}, promotion=command, drafts=drafts)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([*arguments])
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out + printed.err
+
+    code, said = run("distill", str(path))
+    space = Workspace(load_recipe(path))
+    (model,) = (entry.name for entry in targets(space.tracking))
+    assert code == REFUSED and aliases(space.tracking, model) == {CANDIDATE: 1}
+    assert f"{model}/1: not promoted: not shown to beat plain decoding: expected speed-up 0." in said
+    assert "not shown to beat prompt lookup: 0." in said and "prompt lookup at K = " in said
+    assert not lines(log)
+    (page,) = (tmp_path / "work").glob("score-*/report.html")
+    assert 'class="decision unproven"' in page.read_text()
+
+    code, said = run("promote", str(path), "gate.min_speedup=0")
+    choice = "gate.min_speedup = 0: is not shown to beat plain decoding and prompt lookup"
+    assert code == 0 and f"{model}/1: promoted to champion: {choice}" in said
+    assert aliases(space.tracking, model) == {CHAMPION: 1} and len(lines(log)) == 1
+    assert 'class="decision by-choice"' in page.read_text()
+    (entry,) = json.loads(run("registry", str(path), "--json")[1])["targets"]
+    assert entry["versions"][0]["by_choice"] == choice

@@ -14,10 +14,11 @@ from transformers import AutoTokenizer
 
 from draftforge.cli import main
 from draftforge.errors import FormatError
+from draftforge.eval.acceptance import Estimate
 from draftforge.pipeline import export
 from draftforge.pipeline.export import rewrite_draft
 from draftforge.registry.connect import RegistrySettings, Tracking, open_tracking
-from draftforge.registry.gate import Decision, Evidence, Figures, Numbers
+from draftforge.registry.gate import Decision, Evidence, Figures, Interval, Numbers
 from draftforge.registry.lineage import Lineage, Version
 from draftforge.registry.promotion import promote
 from draftforge.registry.tracking import start_run
@@ -122,7 +123,7 @@ def serve(
             write_plan(copied, plan)
         version = register_version(store, run.id, copied, lineage, ["c"])
     evidence = Evidence(
-        candidate=Figures(tau=2.5, speedup=1.75),
+        candidate=Figures(tau=2.5, speedup=Interval.of(Estimate(1.75))),
         conversations=30,
         clusters=25,
         confidence=0.95,

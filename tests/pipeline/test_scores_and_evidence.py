@@ -12,6 +12,7 @@ import pytest
 from draftforge.errors import CorruptDataError, LostFilesError, TrackingError
 from draftforge.eval.costs import CostKey, CostTable
 from draftforge.eval.counts import CountRow, to_table
+from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.leaderboard import leaderboard
 from draftforge.eval.score import Identity
 from draftforge.pipeline import promotion, scoring
@@ -20,16 +21,17 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.gate import GateSettings, decide
 from draftforge.specdec.replay.expected_rounds import RoundCounts
+from draftforge.specdec.serving_plan import ServingPlan
 from draftforge.storage import write_json
 
 WriteRecipe = Callable[..., Path]
 
 
-def counts_of(name: str, step: int, accepted: float, conversations: int = 4) -> pa.Table:
-    counts = RoundCounts(100.0, 100.0 + accepted, 100.0, accepted, (100.0,), (accepted,))
+def counts_of(name: str, step: int, accepted: float, conversations: int = 4, K: int = 1) -> pa.Table:
+    counts = RoundCounts(100.0, 100.0 + accepted, 100.0 * K, accepted, (100.0,) * K, (accepted / K,) * K)
     names = [f"c{number}" for number in range(conversations)]
     return to_table(
-        CountRow(name, step, one, 0, one, "d", "selection", "128", "t0", "greedy", 1, "", "replay", counts)
+        CountRow(name, step, one, 0, one, "d", "selection", "128", "t0", "greedy", K, "", "replay", counts)
         for one in names
     )
 
@@ -95,7 +97,7 @@ def test_the_gate_hears_of_the_conversations_that_were_scored(
     monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
     version, scorer, kept = None, MadeUpScorer(space), list[Any]()
     monkeypatch.setattr(promotion, "keep_counts", lambda tracking, version, table: kept.append(table))
-    evidence, seen = promotion._evidence(space, scorer, version, None)  # type: ignore[arg-type]
+    evidence, seen = promotion._evidence(space, scorer, version, None, DraftConfig(1))  # type: ignore[arg-type]
     assert evidence.conversations == 3
     assert [one["draft"] for one in seen["rows"]] == ["lookup", "candidate"] and kept == [table]
     said = capsys.readouterr().out
@@ -144,7 +146,8 @@ def test_the_gate_knows_an_equal_a_worse_and_a_better_draft(
     monkeypatch.setattr(promotion, "_show_holdout", lambda *args: None)
     monkeypatch.setattr(Workspace, "tracking", None)
     monkeypatch.setattr(promotion, "keep_counts", lambda *args: None)
-    evidence, _ = promotion._evidence(space, MadeUpScorer(space), None, SimpleNamespace(reference="m/1"))  # type: ignore[arg-type]
+    scorer, version, champion = MadeUpScorer(space), None, SimpleNamespace(reference="m/1")
+    evidence, _ = promotion._evidence(space, scorer, version, champion, DraftConfig(1))  # type: ignore[arg-type]
     assert evidence.domains.keys() == {"chat", "code"} and evidence.domains["chat"].conversations == 20
     decision = decide(evidence, GateSettings())
     assert decision.promote is promoted and any(words in reason for reason in decision.reasons), decision.reasons
@@ -170,6 +173,36 @@ def test_a_champion_is_measured_as_the_registry_has_it(
     with pytest.raises(TrackingError):
         promotion._measure_champion(space, None, version)  # type: ignore[arg-type]
     assert asked == [{"afresh": True}] * 2
+
+
+def test_a_champion_is_measured_at_its_own_k_though_the_recipe_scores_others(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = Workspace(load_recipe(write_recipe(score={"draft_tokens": [1, 2]})))
+    monkeypatch.setattr(Workspace, "tracking", None)
+    monkeypatch.setattr(promotion, "resolve_models_uri", lambda *args, **options: Path("draft"))
+    version: Any = SimpleNamespace(uri="models:/m/1", lineage=SimpleNamespace(step=4))
+    timed: list[tuple[int, ...]] = []
+
+    class Loaded(MadeUpScorer):
+        def load(self, folder: Path | None, other_tokenizer: bool = False) -> Any:
+            return SimpleNamespace(plan=ServingPlan.chain(K), proposer=lambda: pytest.fail("drafted"))
+
+        def specs(self, draft: Any, fixed: Any = None) -> list[Any]:
+            return [ProposerSpec(draft.proposer, (1, 2))]
+
+        def counts(self, specs: Any, identity: Identity, *args: Any) -> tuple[pa.Table, bool]:
+            return counts_of(identity.name, identity.step, 50.0, K=specs[0].depths[0]), True
+
+        def times(self, draft: Any, specs: Any) -> CostTable:
+            timed.append(specs[0].depths)
+            key = costs_of().key.model_copy(update={"plans": {str(K): {"levels": K} for K in (1, 2, 7)}})
+            return loads.batch_one_table(key, 0.03, {str(K): (0.01, 0.03, 0.0) for K in (1, 2, 7)})
+
+    for K, shape in ((2, (1, 2)), (7, (7,))):  # the times of all that the recipe scores, or of its own alone
+        found = promotion._measure(space, Loaded(space), version, "champion")  # type: ignore[arg-type]
+        assert found.row.config == DraftConfig(K) and set(found.table["draft_tokens"].to_pylist()) == {K}
+        assert timed[-1] == shape
 
 
 @pytest.mark.parametrize("notes", [{}, {"perplexity": "much"}, {"perplexity": [2.0]}, {"perplexity": True}])

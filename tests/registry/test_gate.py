@@ -11,7 +11,6 @@ from draftforge.eval.acceptance import student
 from draftforge.registry.gate import Evidence, GateSettings, Interval, StoredDecision, decide
 
 GOOD: dict[str, Any] = {
-    "candidate": {"tau": 2.2, "speedup": 1.32},
     "conversations": 60,
     "clusters": 40,
     "confidence": 0.95,
@@ -19,7 +18,6 @@ GOOD: dict[str, Any] = {
     "export_reads_back": True,
     "holdout_overlap": 0,
     "compared": "m/3",
-    "champion": {"tau": 2.0, "speedup": 1.2},
 }
 
 
@@ -30,7 +28,19 @@ def interval(value: float, low: float, high: float, clusters: int = 40) -> dict[
     return {**ends, "clusters": clusters, "error": error, "freedom": clusters - 1}
 
 
-GOOD["difference"] = interval(0.12, 0.06, 0.18)
+def drafted(value: float, low: float, high: float, clusters: int = 40) -> dict[str, Any]:
+    """A draft on the holdout, by its expected speed-up."""
+    return {"tau": 2.0, "speedup": interval(value, low, high, clusters)}
+
+
+def looked_up(value: float, ahead: float, low: float, high: float) -> dict[str, Any]:
+    """Prompt lookup at K = 3: its speed-up, give or take 0.02, and how far the candidate is ahead of it."""
+    ends = interval(value, value - 0.02, value + 0.02)
+    return {"draft_tokens": 3, "speedup": ends, "difference": interval(ahead, low, high)}
+
+
+GOOD["candidate"], GOOD["champion"] = drafted(1.32, 1.25, 1.39), drafted(1.2, 1.13, 1.27)
+GOOD["difference"], GOOD["lookup"] = interval(0.12, 0.06, 0.18), looked_up(1.1, 0.22, 0.15, 0.29)
 
 
 def evidence(**changes: Any) -> Evidence:
@@ -77,14 +87,16 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"confidence": math.nan}, "intervals cover nan"),
     ({"difference": interval(0.0, -0.01, 0.01)}, "not faster"),
     ({"difference": interval(math.nan, math.nan, math.nan)}, "not faster"),
-    ({"candidate": {"tau": 2.2, "speedup": math.nan}}, "is below 0"),
+    ({"candidate": drafted(math.nan, math.nan, math.nan)}, "expected speed-up over plain decoding is not known"),
+    ({"candidate": drafted(0.9, 0.85, 0.95)}, "not shown to beat plain decoding: expected speed-up 0.90x [0.85, 0.95]"),
+    ({"lookup": None}, "prompt lookup was not measured"),
     ({"difference": interval(0.2, -0.5, 0.9)}, "may be slower than champion m/3"),
     ({"difference": interval(0.2, math.nan, 0.9)}, "may be slower"),
     ({"difference": None}, "m/3 was not measured"),
     ({"champion": None}, "m/3 was not measured"),
     ({"domains": {"code": domain(-0.6, -0.2)}}, "code gets worse: -40.0 % [-60.0 %, -20.0 %] on 40 clusters"),
     ({"domains": {"code": domain(-0.06, 0.1)}}, "code may get worse: +2.0 % [-6.0 %, +10.0 %] on 40 clusters"),
-    ({"domains": {"code": domain(math.nan, math.nan)}}, "code may get worse: its gain has no interval"),
+    ({"domains": {"code": domain(math.nan, math.nan)}}, "code may get worse: no interval"),
 ]
 
 
@@ -115,7 +127,7 @@ def test_a_self_test_that_compared_nothing_is_said() -> None:
 
 def test_every_fault_is_listed() -> None:
     decision = decide(evidence(lossless=False, clusters=1, domains={"code": domain(-1, -0.5)}), GateSettings())
-    assert len(decision.reasons) == 3
+    assert len(decision.reasons) == 3, decision.reasons
 
 
 @pytest.mark.parametrize(("low", "high", "promoted"), [(-0.9, -0.06, False), (-0.9, -0.04, True), (-0.9, 0.3, True)])
@@ -156,22 +168,84 @@ def test_slightly_uncertain_gain_passes_within_the_margin() -> None:
 
 
 def test_first_champion() -> None:
-    slow = first(candidate={"tau": 1.5, "speedup": 0.8})
-    decision = decide(slow, GateSettings())
-    assert decision.promote and "first champion" in decision.reasons[-1] and "0.80" in decision.reasons[0]
-    refused = decide(slow, GateSettings(min_speedup=1.1))
-    assert refused.reasons == ["expected speed-up 0.80 is below 1.1 (gate.min_speedup)"]
-    assert not decide(first(candidate={"tau": 1.5, "speedup": math.nan}), GateSettings()).promote
-    assert decide(first(confidence=0.5), GateSettings()).promote
+    decision = decide(first(), GateSettings())
+    assert decision.promote and decision.worth_serving and decision.by_choice == ""
+    assert decision.reasons == [
+        "worth serving: expected speed-up over plain decoding 1.32x [1.25, 1.39], prompt lookup at K = 3 1.10x "
+        "[1.08, 1.12], a difference of +0.22 [+0.15, +0.29]",
+        "first champion for this target: there is none to compare with",
+    ]
+    assert not decide(first(confidence=0.5), GateSettings()).promote
+    assert decide(first(confidence=0.5), GateSettings(min_speedup=0)).promote  # no interval decides
+
+
+@pytest.mark.parametrize(
+    ("low", "least", "error", "promoted"),
+    [
+        (1.0, 1.0, 0.0, False),  # beat means beat: at 1 it does not
+        (1.001, 1.0, 0.0, True),
+        (1.04, 1.0, 0.05, False),  # fitted times may be off by more than it gains
+        (1.06, 1.0, 0.05, True),
+        (1.19, 1.2, 0.0, False),
+        (1.21, 1.2, 0.0, True),
+        (math.nan, 1.0, 0.0, False),
+    ],
+)
+def test_the_lower_end_must_lie_above_plain_decoding(low: float, least: float, error: float, promoted: bool) -> None:
+    one = first(candidate=drafted(1.3, low, 1.5), fit_error=error)
+    decision = decide(one, GateSettings(min_speedup=least))
+    assert decision.promote is promoted
+    if not promoted:
+        (said,) = decision.reasons
+        assert ("be 1.2 times as fast as plain" if least > 1 else "not shown to beat plain decoding") in said
+        assert (", less 5% for the error of fitted times must lie above 1 (gate.min_speedup)" in said) is bool(error)
+
+
+def test_a_draft_that_prompt_lookup_equals_is_refused_with_both_figures() -> None:
+    decision = decide(first(lookup=looked_up(1.3, 0.02, -0.01, 0.05)), GateSettings())
+    assert not decision.promote and decision.worth_serving is False
+    assert decision.reasons == [
+        "not shown to beat prompt lookup: 1.32x [1.25, 1.39], prompt lookup at K = 3 1.30x [1.28, 1.32], a difference "
+        "of +0.02 [-0.01, +0.05], whose lower end must lie above 0; serve prompt lookup at K = 3 instead, which takes "
+        "no training"
+    ]
+    # Where prompt lookup does not pay either there is nothing to serve instead.
+    neither = decide(first(lookup=looked_up(1.01, 0.31, -0.1, 0.7)), GateSettings())
+    assert (
+        "instead" not in neither.reasons[0]
+        and "more clusters of holdout conversations would tell" in neither.reasons[0]
+    )
+    # Fitted times may be off by more than the lead.
+    fitted = decide(first(lookup=looked_up(1.25, 0.07, 0.05, 0.09), fit_error=0.05), GateSettings())
+    assert not fitted.promote and "must lie above 0.07, the error of fitted times" in fitted.reasons[0]
+
+
+def test_a_lower_min_speedup_is_a_choice_that_is_said() -> None:
+    slow = first(candidate=drafted(0.8, 0.75, 0.85), lookup=looked_up(0.9, -0.1, -0.2, 0.0))
+    decision = decide(slow, GateSettings(min_speedup=0))
+    said = "gate.min_speedup = 0: is not shown to beat plain decoding and prompt lookup"
+    assert decision.promote and decision.worth_serving is False and decision.by_choice == said
+    assert decision.reasons[0] == said and decision.reasons[1].startswith("not shown to beat plain decoding: expected")
+    assert decision.reasons[2].startswith("not shown to beat prompt lookup: 0.80x") and len(decision.reasons) == 4
+    assert (
+        not decide(slow, GateSettings(min_speedup=0.78)).promote and decide(slow, GateSettings(min_speedup=0.7)).promote
+    )
+    fast = decide(first(), GateSettings(min_speedup=0.5))
+    assert (
+        fast.promote and fast.by_choice == "gate.min_speedup = 0.5: is shown to beat plain decoding and prompt lookup"
+    )
+    # Asking for nothing needs no interval, but a figure.
+    assert decide(first(candidate=drafted(0.8, math.nan, math.nan, 2)), GateSettings(min_speedup=0)).promote
+    assert not decide(first(candidate=drafted(math.nan, math.nan, math.nan)), GateSettings(min_speedup=0)).promote
 
 
 LOST = {"champion": None, "difference": None, "champion_lost": "file:///x/config.json: is missing"}
 
 
 def test_a_champion_whose_files_are_gone_blocks_nobody() -> None:
-    decision = decide(evidence(**LOST, confidence=0.5), GateSettings())
+    decision = decide(evidence(**LOST), GateSettings())
     said = "champion m/3: its files are gone or damaged (file:///x/config.json: is missing): nothing to compare with"
-    assert decision.promote and decision.champion_lost and decision.reasons[-1] == said
+    assert decision.promote and decision.champion_lost and decision.reasons[-1] == said, decision.reasons
     assert decision.compared == "m/3"
     refused = decide(evidence(**LOST), GateSettings(min_speedup=2))
     assert not refused.promote and "gate.min_speedup" in refused.reasons[0] and refused.reasons[-1] == said

@@ -13,7 +13,7 @@ from draftforge import storage
 from draftforge.errors import LockedError, RegistryError
 from draftforge.registry import promotion
 from draftforge.registry.connect import Tracking
-from draftforge.registry.gate import Decision, Evidence, Figures, Numbers
+from draftforge.registry.gate import Decision, Evidence, Figures, Interval, Numbers
 from draftforge.registry.lineage import Version
 from draftforge.registry.promotion import (
     HISTORY_TAG,
@@ -73,7 +73,8 @@ def test_promotion_moves_aliases_and_leaves_a_record(tracking: Tracking, registe
 
 def test_decisions_are_read_back_in_order(tracking: Tracking, register: Register) -> None:
     one = register("one")
-    figures = Figures(tau=2.125, speedup=1.5)
+    speedup = Interval(value=1.5, low=1.2, high=1.9, clusters=7, error=0.1, freedom=6.0)
+    figures = Figures(tau=2.125, speedup=speedup)
     evidence = Evidence(
         candidate=figures,
         conversations=9,

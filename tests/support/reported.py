@@ -136,7 +136,9 @@ def _holdout(items: tuple[tuple[str, float], ...], champion: bool) -> dict[str, 
     return holdout_record(tables, rows, SETTINGS, domain_rows(tables, rows, SETTINGS, costs))
 
 
-def sample_records(domains: dict[str, float] = DOMAINS, promote: bool = True) -> ReportRecords:
+def sample_records(
+    domains: dict[str, float] = DOMAINS, promote: bool = True, worth_serving: bool = True
+) -> ReportRecords:
     """A run with everything."""
     reasons = ["expected speed-up over plain decoding is 1.65", "faster than champion demo-0123/2 by +9.1 % [+4, +14]"]
     refused = ["math gets worse: tau -0.31 [-0.42, -0.20] on 14 conversations, allowed is -0.10 (gate.domain_margin)"]
@@ -155,7 +157,11 @@ def sample_records(domains: dict[str, float] = DOMAINS, promote: bool = True) ->
         scores=sample_scores(domains),
         promotion={
             "version": "demo-0123456789ab/3",
-            "decision": {"promote": promote, "reasons": reasons if promote else refused},
+            "decision": {
+                "promote": promote,
+                "reasons": reasons if promote else refused,
+                "worth_serving": worth_serving,
+            },
             "holdout": sample_holdout(domains),
         },
         mix=mix,
