@@ -237,15 +237,24 @@ def promote(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
 
 @app.command(rich_help_panel=REGISTRY)
-def rollback(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Make the previous champion for the recipe's target the champion again.
+def rollback(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Take back the last rollback instead.")] = False,
+    why: Annotated[str, typer.Option("--why", metavar="TEXT", help="Reason, kept in the registry.")] = "",
+) -> None:
+    """Make the previous champion for the recipe's target the champion again; --undo: the one that a rollback left.
 
-    Example: draftforge rollback configs/demo.yaml
+    No retraining promotes the version that is left, until the rollback is undone. `draftforge registry` lists it.
+
+    Example: draftforge rollback configs/demo.yaml --why "slower for long prompts"
+
+    Then: draftforge rollback configs/demo.yaml --undo
     """
     loaded = _load(recipe, overrides)
     from .pipeline import promotion
 
-    promotion.rollback(loaded)
+    promotion.rollback(loaded, undo, why)
 
 
 @app.command(rich_help_panel=REGISTRY)

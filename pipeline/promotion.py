@@ -119,10 +119,10 @@ def promote_stage(stages: Stages, run_id: str, scored: Scored, parent: str | Non
     return version, decision
 
 
-def rollback(recipe: Recipe) -> None:
-    """Make the previous champion of the recipe's target the champion again."""
-    space = Workspace(recipe)
-    version = registry_promotion.rollback(space.tracking, space.target_fingerprint, "asked for on the command line")
+def rollback(recipe: Recipe, undo: bool = False, why: str = "") -> None:
+    """Make the previous champion of the recipe's target the champion again; `undo`: the one that a rollback left."""
+    space, move = Workspace(recipe), registry_promotion.undo_rollback if undo else registry_promotion.rollback
+    version = move(space.tracking, space.target_fingerprint, why or "asked for on the command line")
     say(f"{version.reference}: champion again")
     follow_champion(space)
 

@@ -188,6 +188,7 @@ def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, dec
         for entry in found.targets:
             for version in entry.versions:
                 _show_decisions(console, version)
+            _show_moves(console, entry)
 
 
 def _by_target(found: Listing) -> Table:
@@ -227,7 +228,7 @@ def _by_target(found: Listing) -> Table:
 
 
 def _shown(entry: ListedTarget) -> list[tuple[str, ListedVersion]]:
-    """Versions to show of a target, with alias: those that have one; where none has, the newest."""
+    """Versions to show of a target, with alias: those that have one or were rolled back; else the newest."""
     return entry.by_alias() or [("-", version) for version in entry.versions[:1]]
 
 
@@ -236,6 +237,8 @@ def _gate(version: ListedVersion) -> str:
     if version.rolled_back is not None:
         return f"rolled back: {escape(version.rolled_back)}"
     promoted = f"promoted by choice: {version.by_choice}" if version.by_choice else "promoted"
+    if version.rollback_undone is not None:
+        promoted += f"; rolled back before: {escape(version.rollback_undone)}"
     return {"promote": promoted, "refuse": f"refused: {escape(version.reasons)}"}.get(version.decision, "-")
 
 
@@ -266,3 +269,14 @@ def _show_decisions(console: Console, version: ListedVersion) -> None:
             if one is not None:
                 figures = " ".join(f"{100 * value:+.1f}" for value in (one.value, one.low, one.high))
                 console.print(f"  gain, {name}: {figures} % (value, low, high)", markup=False)
+
+
+def _show_moves(console: Console, entry: ListedTarget) -> None:
+    """Print the moves of a target's champion with their reasons, oldest first."""
+    console.print(f"\nmoves of {entry.name}@champion")
+    for move in entry.moves:
+        start, to = (move.get(end) or "none" for end in ("from", "to"))
+        line = (
+            f"  {move.get('at', '')} {move.get('event', '')}: {start} to {to}: {move.get('why') or 'no reason given'}"
+        )
+        console.print(line, markup=False, soft_wrap=True)

@@ -19,6 +19,7 @@ from .promotion import (
     ROLLED_BACK_TAG,
     SPEEDUP_TAG,
     TAU_TAG,
+    UNDONE_TAG,
     decisions,
     history,
     tag_number,
@@ -61,7 +62,9 @@ class ListedVersion(_Listed):
     by_choice: str
     """Words on a gate.min_speedup below 1 at that decision; empty where a draft had to be worth serving."""
     rolled_back: str | None
-    """Reason of its rollback; None: it was never rolled back."""
+    """Reason of its rollback; None: no rollback of it stands."""
+    rollback_undone: str | None
+    """Reasons of a rollback of it and of its undoing; None: there was none."""
     decisions: list[StoredDecision] | None = None
     """Gate decisions in full, oldest first; None where they were not asked for."""
 
@@ -78,8 +81,10 @@ class ListedTarget(_Listed):
     """Moves of the champion's alias, oldest first."""
 
     def by_alias(self) -> list[tuple[str, ListedVersion]]:
-        """Alias and version, the champion first."""
-        return [(alias, version) for alias in _ORDER for version in self.versions if alias in version.aliases]
+        """Alias and version, the champion first; then, with "-", versions without one that were rolled back."""
+        named = [(alias, version) for alias in _ORDER for version in self.versions if alias in version.aliases]
+        left = [version for version in self.versions if version.rolled_back is not None and not version.aliases]
+        return [*named, *(("-", version) for version in left)]
 
 
 class ServedTarget(_Listed):
@@ -172,6 +177,7 @@ def _listed(
         reasons=tags.get(REASONS_TAG, ""),
         by_choice=tags.get(BY_CHOICE_TAG, ""),
         rolled_back=tags.get(ROLLED_BACK_TAG),
+        rollback_undone=tags.get(UNDONE_TAG),
         decisions=_decisions(tracking, version) if with_decisions else None,
     )
 

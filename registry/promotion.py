@@ -25,7 +25,7 @@ BY_CHOICE_TAG = "draftforge.by_choice"
 RECORD_TAG = "draftforge.decision_record"
 TAU_TAG, SPEEDUP_TAG = "draftforge.tau", "draftforge.speedup"
 HISTORY_TAG = "draftforge.history"
-ROLLED_BACK_TAG = "draftforge.rolled_back"
+ROLLED_BACK_TAG, UNDONE_TAG = "draftforge.rolled_back", "draftforge.rollback_undone"
 ALREADY = "is the champion already"
 _DECISIONS = "decisions"
 """Artifact folder of a run that holds its gate decisions."""
@@ -46,7 +46,7 @@ def promote(tracking: Tracking, decision: Decision, version: Version) -> Decisio
             return decision.model_copy(update={"promote": True, "reasons": [ALREADY]})
         if rolled_back := _rolled_back(tracking, version):
             number, why = rolled_back
-            reason = f"version {number} was rolled back ({why}); delete its tag {ROLLED_BACK_TAG} to allow it"
+            reason = f"version {number} was rolled back ({why}); `draftforge rollback --undo` makes it champion again"
             decision = decision.model_copy(update={"promote": False, "reasons": [reason, *decision.reasons]})
         # 2) The comparison must be with the champion of now.
         champion = None if current is None else f"{name}/{current}"
@@ -94,6 +94,50 @@ def rollback(tracking: Tracking, target_fingerprint: str, why: str = "") -> Vers
             tracking.client.set_model_version_tag(name, str(current), ROLLED_BACK_TAG, why[:1000] or "no reason given")
         set_alias(tracking, name, PREVIOUS, _champion_before(tracking, name, previous))
     return get_version(tracking, f"{name}/{previous}")
+
+
+def undo_rollback(tracking: Tracking, target_fingerprint: str, why: str = "") -> Version:
+    """Make the version that the last rollback left the champion again; a second undo takes back the rollback before it.
+
+    The reason of the rollback stays with the version, which may be promoted as any other again. Raises RegistryError
+    where the champion has not come from a rollback, or has moved since.
+    """
+    name = model_name(tracking, target_fingerprint)
+    with alias_lock(tracking, name):
+        # 1) The last rollback that still stands.
+        current = aliases(tracking, name).get(CHAMPION)
+        if current is None:
+            raise RegistryError(f"{name}: has no champion, so no rollback to undo")
+        standing = _standing_rollbacks(tracking, name)
+        left, returned_to = standing[-1] if standing else (None, None)
+        if left is None or returned_to != current:
+            raise RegistryError(f"{name}: no rollback to undo: champion {name}/{current} is not there by one")
+        version = get_version(tracking, f"{name}/{left}")
+        # 2) What bars it from promotion goes first: cut off here, the same undo does the rest.
+        with mlflow_errors(tracking.uri):
+            reason = (tracking.client.get_model_version(name, str(left)).tags or {}).get(ROLLED_BACK_TAG)
+            if reason is not None:
+                text = f"{reason}; undone: {why or 'no reason given'}"[:_MAX_TAG]
+                tracking.client.set_model_version_tag(name, str(left), UNDONE_TAG, text)
+                tracking.client.delete_model_version_tag(name, str(left), ROLLED_BACK_TAG)
+        # 3) Move, and name what the next rollback returns to.
+        set_alias(tracking, name, PREVIOUS, current)
+        move_champion(tracking, name, current, left, "undo", why)
+    return version
+
+
+def _standing_rollbacks(tracking: Tracking, name: str) -> list[tuple[int, int]]:
+    """Rollbacks since the last promotion that were not undone, oldest first: the version left, the one returned to."""
+    found: list[tuple[int, int]] = []
+    for event in history(tracking, name):
+        match event.get("event"), event.get("from"), event.get("to"):
+            case "rollback", int(left), int(to):
+                found.append((left, to))
+            case "undo", _, _ if found:
+                found.pop()
+            case _:
+                found.clear()
+    return found
 
 
 def move_champion(tracking: Tracking, name: str, current: int | None, to: int, event: str, why: str) -> None:

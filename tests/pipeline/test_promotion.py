@@ -23,7 +23,7 @@ from draftforge.registry.gate import Decision
 from draftforge.registry.lineage import Lineage, Version
 from draftforge.registry.promotion import promote
 from draftforge.registry.tracking import start_run
-from draftforge.registry.versions import CANDIDATE, CHAMPION, aliases, register_version, targets
+from draftforge.registry.versions import CANDIDATE, CHAMPION, PREVIOUS, aliases, register_version, targets
 from draftforge.storage import read_object
 
 WriteRecipe = Callable[..., Path]
@@ -189,6 +189,14 @@ def test_the_rollback_verb_exits_with_the_hooks_code(
     assert ended.value.code == 6 and aliases(space.tracking, version.name) == {CHAMPION: 1}
     said = capsys.readouterr().err
     assert "champion again" in said and "exit code 1: it said nothing" in said
+    with pytest.raises(SystemExit) as ended:
+        main(["rollback", str(tmp_path / "tiny.yaml"), "--undo", "--why", "it was the network"])
+    assert ended.value.code == 6 and aliases(space.tracking, version.name) == {CHAMPION: 2, PREVIOUS: 1}
+    moves = registry_promotion.history(space.tracking, version.name)
+    assert [(move["event"], move["why"]) for move in moves[-2:]] == [
+        ("rollback", "asked for on the command line"),
+        ("undo", "it was the network"),
+    ]
 
 
 def test_a_program_that_is_not_there_is_found_out_beforehand(tmp_path: Path) -> None:

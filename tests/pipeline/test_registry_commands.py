@@ -20,7 +20,7 @@ from draftforge.pipeline.export import rewrite_draft
 from draftforge.registry.connect import RegistrySettings, Tracking, open_tracking
 from draftforge.registry.gate import Decision, Evidence, Figures, Interval, Numbers
 from draftforge.registry.lineage import Lineage, Version
-from draftforge.registry.promotion import promote
+from draftforge.registry.promotion import promote, rollback, undo_rollback
 from draftforge.registry.tracking import start_run
 from draftforge.registry.versions import register_version
 from draftforge.specdec.formats import Format, Verifier, read_draft, read_meta
@@ -283,6 +283,16 @@ def test_the_listing_goes_both_ways(
     assert code("registry", "--decisions") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "By target" in said and "By draft" in said and "1.75x" in said and f"{two.reference} promoted" in said
+    # What was rolled back stays listed, with its reason, also once that was undone.
+    rollback(store, one.lineage.target_fingerprint, "slow for users")
+    assert code("registry", "--decisions") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rolled back: slow for users" in said and "rollback: 2 to 1: slow for users" in said
+    undo_rollback(store, one.lineage.target_fingerprint, "the network was")
+    assert code("registry", "--json") == 0
+    newest = json.loads(capsys.readouterr().out)["targets"][0]["versions"][0]
+    assert newest["rolled_back"] is None
+    assert newest["rollback_undone"] == "slow for users; undone: the network was"
     assert code("registry", "--target", "0" * 12) == 0
     assert "no target has a draft here (--target 000000000000)" in capsys.readouterr().out
     assert code("registry", "--target", "xyz") == 2

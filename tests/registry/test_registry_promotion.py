@@ -20,12 +20,14 @@ from draftforge.registry.promotion import (
     ROLLED_BACK_TAG,
     SPEEDUP_TAG,
     TAU_TAG,
+    UNDONE_TAG,
     decisions,
     history,
     move_champion,
     promote,
     rollback,
     set_alias,
+    undo_rollback,
 )
 from draftforge.registry.versions import CANDIDATE, CHAMPION, PREVIOUS, aliases
 
@@ -204,8 +206,8 @@ def test_what_was_rolled_back_stays_so(tracking: Tracking, register: Register) -
     rollback(tracking, TARGET, "users complained")
     outcome = promote(tracking, verdict(one.reference), two)
     assert not outcome.promote and outcome.reasons[0].startswith("version 2 was rolled back (users complained)")
-    tracking.client.delete_model_version_tag(two.name, "2", ROLLED_BACK_TAG)
-    assert promote(tracking, verdict(one.reference), two).promote
+    undo_rollback(tracking, TARGET)
+    assert aliases(tracking, one.name)[CHAMPION] == 2
 
 
 def test_what_was_rolled_back_stays_so_when_it_is_registered_again(tracking: Tracking, register: Register) -> None:
@@ -246,6 +248,48 @@ def test_rollback_twice_goes_further_back(tracking: Tracking, three: list[Versio
     last = history(tracking, name)[-2:]
     assert [(event["event"], event["from"], event["to"]) for event in last] == [("rollback", 3, 2), ("rollback", 2, 1)]
     assert last[0]["why"] == "slow for users" and last[0]["at"]
+
+
+def test_an_undo_takes_back_one_rollback_after_the_other(tracking: Tracking, three: list[Version]) -> None:
+    name = three[0].name
+    rollback(tracking, TARGET, "slow for users")
+    rollback(tracking, TARGET, "slow still")
+    assert undo_rollback(tracking, TARGET, "it was the network").number == 2 and now(tracking, name) == (2, 1)
+    assert undo_rollback(tracking, TARGET).number == 3 and now(tracking, name) == (3, 2)
+    with pytest.raises(RegistryError, match=f"no rollback to undo: champion {name}/3 is not there by one"):
+        undo_rollback(tracking, TARGET)
+    events = [(event["event"], event["from"], event["to"], event["why"]) for event in history(tracking, name)[-2:]]
+    assert events == [("undo", 1, 2, "it was the network"), ("undo", 2, 3, "")]
+    # The reasons stay; a rollback goes back along the same line, and may be undone as well.
+    tags = tracking.client.get_model_version(name, "2").tags
+    assert tags[UNDONE_TAG] == "slow still; undone: it was the network" and ROLLED_BACK_TAG not in tags
+    assert rollback(tracking, TARGET).number == 2 and undo_rollback(tracking, TARGET).number == 3
+
+
+def test_what_was_promoted_since_stays(tracking: Tracking, three: list[Version], register: Register) -> None:
+    rollback(tracking, TARGET)
+    crown(tracking, register("four"))
+    with pytest.raises(RegistryError, match=r"no rollback to undo: champion .*/4 is not there by one"):
+        undo_rollback(tracking, TARGET)
+    with pytest.raises(RegistryError, match="has no champion, so no rollback to undo"):
+        undo_rollback(tracking, "b" * 64)
+    rollback(tracking, TARGET)
+    tracking.client.set_registered_model_alias(three[0].name, CHAMPION, "1")  # by hand
+    with pytest.raises(RegistryError, match="no rollback to undo"):
+        undo_rollback(tracking, TARGET)
+
+
+def test_an_undo_that_was_cut_off_goes_on(tracking: Tracking, three: list[Version]) -> None:
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    rollback(tracking, TARGET, "slow")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(promotion, "move_champion", killed)
+        undo_rollback(tracking, TARGET)
+    assert now(tracking, three[0].name) == (2, 2)
+    assert undo_rollback(tracking, TARGET).number == 3 and now(tracking, three[0].name) == (3, 2)
+    assert tracking.client.get_model_version(three[0].name, "3").tags[UNDONE_TAG].startswith("slow; undone")
 
 
 def test_line_continues_after_a_rollback(tracking: Tracking, three: list[Version], register: Register) -> None:
