@@ -245,7 +245,7 @@ def rollback(
 ) -> None:
     """Make the previous champion for the recipe's target the champion again; --undo: the one that a rollback left.
 
-    No retraining promotes the version that is left, until the rollback is undone. `draftforge registry` lists it.
+    No retraining promotes the version that is left until the rollback is undone; the registry's listing shows it.
 
     Example: draftforge rollback configs/demo.yaml --why "slower for long prompts"
 

@@ -37,10 +37,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What reached the verbs; recipes are loaded as ("recipe", path, overrides)."""
     made: Calls = []
 
-    def record(name: str) -> Callable[..., int]:
-        def verb(*args: Any) -> int:
+    def record(name: str) -> Callable[..., int | None]:
+        def verb(*args: Any) -> int | None:
             made.append((name, args))
-            return 0
+            return None if name in ("distill", "promote") else 0  # what they decided: nothing
 
         return verb
 
@@ -75,7 +75,8 @@ RECIPE = ("recipe", "r.yaml", ["seed=1"])
         ("distill r.yaml seed=1", "distill", (RECIPE,)),
         ("mix r.yaml seed=1", "mix", (RECIPE,)),
         ("promote r.yaml seed=1", "promote", (RECIPE,)),
-        ("rollback r.yaml seed=1", "rollback", (RECIPE,)),
+        ("rollback r.yaml seed=1", "rollback", (RECIPE, False, "")),
+        ("rollback r.yaml seed=1 --undo --why x", "rollback", (RECIPE, True, "x")),
         ("train r.yaml --draft small seed=1", "train", (RECIPE, "small")),
         ("score r.yaml --draft small seed=1", "score", (RECIPE, "small")),
         ("score r.yaml --draft-device cuda:1", "score", (("recipe", "r.yaml", ["cuda:1"]), None)),
