@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from draftforge import fingerprint, storage
@@ -30,7 +31,7 @@ from draftforge.data.store import FORMAT, MANIFEST, SHARDS, Capture, Sample, wri
 from draftforge.distributed import ranks
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
-from draftforge.specdec.sharding import fill_unsharded, held_bytes, skeleton
+from draftforge.specdec.sharding import fill_unsharded, skeleton
 from draftforge.specdec.targets import Target
 from draftforge.train.loop import train
 from draftforge.train.settings import Eagle3Settings
@@ -177,6 +178,12 @@ def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
         "positions_per_second": [step["positions_per_second"] for step in sink.steps],
         "losses": [step["loss"] for step in sink.steps],
     }
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Bytes of the parameters that this rank holds; sharded ones on the meta device have none."""
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local if tensor.device.type != "meta")
 
 
 def show(found: dict[str, Any]) -> None:

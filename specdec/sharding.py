@@ -180,12 +180,6 @@ def prefix_of(model: PreTrainedModel, decoder: nn.Module) -> str:
     return next(f"{name}.layers." for name, module in model.named_modules() if module is decoder)
 
 
-def held_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters that this rank holds."""
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in local if tensor.device.type != "meta")
-
-
 def refuse_pass(*call: object) -> NoReturn:
     """Forward pre-hook of a decoder that must not run: raises InputError."""
     raise InputError(_ELSEWHERE)

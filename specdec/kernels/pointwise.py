@@ -20,19 +20,9 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
 
     cos, sin [B or 1, N, D] have a factor for either half. The last dimension of every tensor is contiguous.
     """
-    batch, _, new, _ = query.shape
-    # One program a token. A stride of 0 lets all rows read the same cos and sin.
-    _rotate[(batch * new,)](
-        query,
-        key,
-        cos,
-        sin,
-        cos.stride(0) if cos.shape[0] > 1 else 0,
-        cos.stride(1),
-        sin.stride(0) if sin.shape[0] > 1 else 0,
-        sin.stride(1),
-        **_heads(query, key),
-    )
+    # A stride of 0 lets all rows read the same cos and sin.
+    steps = [step for x in (cos, sin) for step in (x.stride(0) if x.shape[0] > 1 else 0, x.stride(1))]
+    _rotate_heads(query, key, cos, sin, 1.0, steps, by_position=False)
 
 
 def rotate_at(query: Tensor, key: Tensor, positions_BN: Tensor, frequency_F: Tensor, stretch: float) -> None:
@@ -40,20 +30,23 @@ def rotate_at(query: Tensor, key: Tensor, positions_BN: Tensor, frequency_F: Ten
 
     Query, key and layout are those of `rotate`. `stretch` is the attention factor of scaled rope.
     """
-    batch, _, new, _ = query.shape
-    _rotate_at[(batch * new,)](
-        query, key, positions_BN, frequency_F, stretch, *positions_BN.stride(), **_heads(query, key)
-    )
+    _rotate_heads(query, key, positions_BN, frequency_F, stretch, [*positions_BN.stride(), 0, 0], by_position=True)
 
 
-def _heads(query: Tensor, key: Tensor) -> dict[str, int]:
-    """Sizes, strides and block sizes of query and key, as both rotary kernels take them."""
-    names = ("query_slot", "query_head", "query_new"), ("key_slot", "key_head", "key_new")
-    # Triton's blocks are powers of two; one block covers the heads of query and of key alike.
-    strides = {name: step for one, x in zip(names, (query, key)) for name, step in zip(one, x.stride())}
-    (_, heads, new, size), groups = query.shape, key.shape[1]
-    blocks = {"HEADS": triton.next_power_of_2(max(heads, groups)), "PAIRS": triton.next_power_of_2(size // 2)}
-    return {**strides, "new": new, "heads": heads, "groups": groups, "HALF": size // 2, **blocks, "num_warps": 2}
+def _rotate_heads(
+    query: Tensor, key: Tensor, first: Tensor, second: Tensor, stretch: float, steps: list[int], by_position: bool
+) -> None:
+    """Launch the rotary kernel, one program a token. `steps`: strides of first and second by row and by token."""
+    (batch, heads, new, size), groups = query.shape, key.shape[1]
+    _rotate[(batch * new,)](
+        query, key, first, second, stretch, *steps, *query.stride()[:3], *key.stride()[:3], new, heads, groups,
+        HALF=size // 2,
+        # Triton's blocks are powers of two; one block covers the heads of query and of key alike.
+        HEADS=triton.next_power_of_2(max(heads, groups)),
+        PAIRS=triton.next_power_of_2(size // 2),
+        BY_POSITION=by_position,
+        num_warps=2,
+    )  # fmt: skip
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
@@ -100,12 +93,13 @@ def _turn_heads(  # type: ignore[no-untyped-def]
 def _rotate(  # type: ignore[no-untyped-def]
     query,
     key,
-    cos,
-    sin,
-    cos_slot,
-    cos_new,
-    sin_slot,
-    sin_new,
+    first,
+    second,
+    stretch,
+    first_slot,
+    first_new,
+    second_slot,
+    second_new,
     query_slot,
     query_head,
     query_new,
@@ -118,56 +112,28 @@ def _rotate(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     PAIRS: tl.constexpr,
+    BY_POSITION: tl.constexpr,
 ):
-    # 1) This program's token, and its factors for both halves.
+    """Rotate one token's heads. `first` and `second` are cos and sin, or positions and frequencies by BY_POSITION."""
+    # 1) This program's token, and its factors for both halves: by the angle of each pair, or as they are given.
     slot, n = (tl.program_id(0) // new).to(tl.int64), tl.program_id(0) % new
     pair = tl.arange(0, PAIRS)[None, :]
     turned = pair < HALF
-    cos_at, sin_at = cos + slot * cos_slot + n * cos_new + pair, sin + slot * sin_slot + n * sin_new + pair
-    cos_low = tl.load(cos_at, mask=turned, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin_at, mask=turned, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos_at + HALF, mask=turned, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin_at + HALF, mask=turned, other=0.0).to(tl.float32)
+    first_at, second_at = first + slot * first_slot + n * first_new, second + slot * second_slot + n * second_new + pair
+    if BY_POSITION:
+        angle = tl.load(first_at).to(tl.float32) * tl.load(second_at, mask=turned, other=0.0)
+        cos_low, sin_low = tl.cos(angle) * stretch, tl.sin(angle) * stretch
+        cos_high, sin_high = cos_low, sin_low
+    else:
+        cos_low = tl.load(first_at + pair, mask=turned, other=0.0).to(tl.float32)
+        sin_low = tl.load(second_at, mask=turned, other=0.0).to(tl.float32)
+        cos_high = tl.load(first_at + pair + HALF, mask=turned, other=0.0).to(tl.float32)
+        sin_high = tl.load(second_at + HALF, mask=turned, other=0.0).to(tl.float32)
     # 2) Rotate its query heads, then its key heads.
     at = query + slot * query_slot + n * query_new
     _turn_heads(at, heads, query_head, cos_low, sin_low, cos_high, sin_high, HALF, HEADS, PAIRS)
     at = key + slot * key_slot + n * key_new
     _turn_heads(at, groups, key_head, cos_low, sin_low, cos_high, sin_high, HALF, HEADS, PAIRS)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _rotate_at(  # type: ignore[no-untyped-def]
-    query,
-    key,
-    positions,
-    frequency,
-    stretch,
-    position_slot,
-    position_new,
-    query_slot,
-    query_head,
-    query_new,
-    key_slot,
-    key_head,
-    key_new,
-    new,
-    heads,
-    groups,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    # 1) This program's token, and the angle of each pair by its position.
-    slot, n = (tl.program_id(0) // new).to(tl.int64), tl.program_id(0) % new
-    pair = tl.arange(0, PAIRS)[None, :]
-    position = tl.load(positions + slot * position_slot + n * position_new).to(tl.float32)
-    angle = position * tl.load(frequency + pair, mask=pair < HALF, other=0.0)
-    cos, sin = tl.cos(angle) * stretch, tl.sin(angle) * stretch
-    # 2) Rotate its query heads, then its key heads.
-    at = query + slot * query_slot + n * query_new
-    _turn_heads(at, heads, query_head, cos, sin, cos, sin, HALF, HEADS, PAIRS)
-    at = key + slot * key_slot + n * key_new
-    _turn_heads(at, groups, key_head, cos, sin, cos, sin, HALF, HEADS, PAIRS)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

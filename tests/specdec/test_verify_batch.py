@@ -193,15 +193,27 @@ def test_a_slot_does_not_depend_on_the_others(rule: str) -> None:
         assert all(torch.equal(x[0], y[b]) for x, y in zip(alone, together))
 
 
-def test_traversal_asks_a_node_only_after_its_last_child() -> None:
-    """Node 0 would accept after its first child (.2 < 1/3) and no longer does after its second; so node 1 ends it."""
-    tree = DraftTree.of([0, 1, 0, 1, 0], [ROOT, ROOT, 0, 0, 1], "iid")
-    p_MV = torch.tensor([[0.5, 0.5, 0.0]]).repeat(6, 1)
-    q_NV = torch.tensor([[1.0, 0, 0], [0, 1.0, 0], [1.0, 0, 0], [0, 1.0, 0], [0.9, 0.1, 0]])
-    u_N = torch.tensor([0.2, 0.0, 0.9, 0.9, 0.9], dtype=torch.float64)
-    assert verify.verify_traversal(p_MV, q_NV, tree, u_N, 0.0) == ([1], 1)
-    verdict = verify_batch("traversal", p_MV[None], q_NV[None], TreeBatch.of([tree]), u_N[None], torch.zeros(1, 3))
-    assert [x.tolist() for x in verdict] == [[1], [[1, -1]], [1]]
+@pytest.mark.parametrize(
+    ("tokens", "parents", "q_N", "u_N", "node"),
+    [
+        ([0, 1, 0, 1, 0], [ROOT, ROOT, 0, 0, 1], [1.0, 0.0, 1.0, 0.0, 0.9], [0.2, 0.0, 0.9, 0.9, 0.9], 1),
+        ([0, 1, 0, 0], [ROOT, ROOT, 0, 1], [0.5, 0.5, 1.0, 1.0], [0.2, 0.2, 0.9, 0.9], 0),
+    ],
+    ids=["only after its last child", "in the order of a climb"],
+)
+def test_traversal_asks_each_node(
+    tokens: list[int], parents: list[int], q_N: list[float], u_N: list[float], node: int
+) -> None:
+    """Node 0 would accept after its first child (.2 < 1/3) and no longer does after its second: node 1 ends it.
+
+    Then, of two siblings that accept when their child is rejected, the first does, and its p has lost that child.
+    """
+    tree = DraftTree.of(tokens, parents, "iid")
+    p_MV = torch.tensor([[0.5, 0.5, 0.0]]).repeat(len(tokens) + 1, 1)
+    q_NV, u = torch.tensor([[q, 1 - q, 0.0] for q in q_N]), torch.tensor(u_N, dtype=torch.float64)
+    assert verify.verify_traversal(p_MV, q_NV, tree, u, 0.0) == ([node], 1)
+    verdict = verify_batch("traversal", p_MV[None], q_NV[None], TreeBatch.of([tree]), u[None], torch.zeros(1, 3))
+    assert [x.tolist() for x in verdict] == [[1], [[node, -1]], [1]]
 
 
 def test_greedy_takes_logits() -> None:

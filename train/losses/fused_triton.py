@@ -216,40 +216,31 @@ class TritonPass:
     """Pass in Triton over logits [R, V], which it overwrites with their gradient."""
 
     def __init__(self, logits_RV: Tensor, whole: FullDistribution, plan: LossPlan) -> None:
-        # Kernels read rows by their offset: the teacher's tensors must be contiguous.
-        self._logits_RV = logits_RV
-        self._target_CV, self._lse_TC = whole.logits_CV.contiguous(), whole.lse_TC.contiguous()
-
         # Row r = s * C + c reads teacher position c.
-        self._rows, self._vocabulary = logits_RV.shape
-        self._best_C = whole.best_C.contiguous()
-        self.best_R = self._best_C.repeat(self._rows // len(self._best_C))
+        self._rows, vocabulary = logits_RV.shape
+        best_C = whole.best_C.contiguous()
+        self.best_R = best_C.repeat(self._rows // len(best_C))
         self._plan = plan
+
+        # What both kernels read. Rows are found by their offset: the teacher's tensors must be contiguous.
         self._scale_T = _scales(tuple(plan.temperatures), logits_RV.device)
+        self._read = (logits_RV, whole.logits_CV.contiguous(), self._scale_T, whole.lse_TC.contiguous(), best_C)
+        self._sizes = (self._rows, len(best_C), vocabulary)
+        self._constants = {
+            "floor": FLOOR,
+            "log_2": LOG_2,
+            "middle": plan.has("jsd"),
+            "block": _BLOCK,
+            "num_warps": _WARPS,
+        }
         self._stats_TRX: Tensor | None = None
 
     def stats(self) -> Tensor:
         """Statistics of the rows, [T, R, STATS]; kept for `gradient`."""
         temperatures = len(self._scale_T)
-        stats_TRX = torch.empty(temperatures, self._rows, STATS, device=self._logits_RV.device)
+        stats_TRX = torch.empty(temperatures, self._rows, STATS, device=self._scale_T.device)
         # One program a row and temperature.
-        _stats[(self._rows, temperatures)](
-            self._logits_RV,
-            self._target_CV,
-            self._scale_T,
-            self._lse_TC,
-            self._best_C,
-            stats_TRX,
-            self._rows,
-            len(self._best_C),
-            self._vocabulary,
-            floor=FLOOR,
-            log_2=LOG_2,
-            middle=self._plan.has("jsd"),
-            width=STATS,
-            block=_BLOCK,
-            num_warps=_WARPS,
-        )
+        _stats[(self._rows, temperatures)](*self._read, stats_TRX, *self._sizes, width=STATS, **self._constants)
         self._stats_TRX = stats_TRX
         return stats_TRX
 
@@ -258,23 +249,13 @@ class TritonPass:
         assert self._stats_TRX is not None
         # One program a row. Temperature 1 is skipped where no objective has it: it is there for the report alone.
         _gradient[(self._rows,)](
-            self._logits_RV,
-            self._target_CV,
-            self._scale_T,
-            self._lse_TC,
-            self._best_C,
+            *self._read,
             self._stats_TRX,
             coefficients_TR6.contiguous(),
-            self._rows,
-            len(self._best_C),
-            self._vocabulary,
-            floor=FLOOR,
-            log_2=LOG_2,
-            middle=self._plan.has("jsd"),
+            *self._sizes,
             stats_width=STATS,
             width=COEFFICIENTS,
             first=0 if self._plan.terms[0] else 1,
             temperatures=len(self._scale_T),
-            block=_BLOCK,
-            num_warps=_WARPS,
+            **self._constants,
         )
