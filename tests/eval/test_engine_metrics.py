@@ -201,7 +201,7 @@ def test_the_variance_of_a_round_is_its_distributions(shares: list[float]) -> No
 @pytest.mark.slow
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     """Two samples of one traffic: the interval of their difference leaves 0 out in few more than one case of twenty."""
-    cases, outside = 100, {("vllm", True): 0, ("llamacpp", False): 0}
+    cases, outside = 150, {(name, by_position): 0 for name in ("vllm", "llamacpp") for by_position in (True, False)}
     for seed in range(cases):
         expected = expected_acceptance(counted(texts(40, 0.6, seed)), CONFIDENCE)
         served = texts(60, 0.6, 10_000 + seed)
