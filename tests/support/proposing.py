@@ -92,7 +92,7 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
     family, _, kind = name.partition("-")
     drafts: dict[str, Callable[[], DraftModule]] = {
         "small": lambda: near_copy(model, noise),
-        "skipped": lambda: SkippedDraft(model, SkippedLayers(attention=(2,), mlp=(0, 2))),
+        "skipped": lambda: SkippedDraft(model, SkippedLayers(mlp=(0,))),
         "eagle": lambda: taught("eagle"),
         "eagle3": lambda: random_eagle3(model, draft_vocab=40 if kind == "reduced" else None),
         "medusa": lambda: taught("medusa"),

@@ -1,6 +1,7 @@
 """Tiny models for the decoder's tests: a random Llama target, and drafts that agree with it now and then."""
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -32,7 +33,7 @@ LAYER: dict[str, Any] = {
 """Of an EAGLE head for the target below."""
 
 
-def llama(layers: int = 4, seed: int = 0, vocab: int = VOCAB) -> LlamaForCausalLM:
+def llama(layers: int = 2, seed: int = 0, vocab: int = VOCAB) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -55,8 +56,8 @@ def seen_before(ids: Sequence[int], known: int, vocab_size: int) -> Tensor:
     return marks_1V
 
 
-def target(seed: int = 0) -> CausalModel:
-    return CausalModel(llama(seed=seed))
+def target(layers: int = 2) -> CausalModel:
+    return CausalModel(llama(layers))
 
 
 def near_copy(model: CausalModel, noise: float = 0.05, seed: int = 1) -> SmallDraft:
@@ -79,7 +80,7 @@ def random_eagle3(model: CausalModel, draft_vocab: int | None = None, seed: int 
         **LAYER,
         vocab_size=model.vocab_size,
         draft_vocab_size=draft_vocab or model.vocab_size,
-        aux_layers=(1, 2, 4),
+        aux_layers=(1, 2, model.num_layers),
     )
     ids = torch.randperm(model.vocab_size)[: config.draft_vocab_size].sort().values
     draft = Eagle3Draft(config, ids).eval()
@@ -119,7 +120,7 @@ def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int
         vocab_size=model.vocab_size,
         num_hidden_layers=2,
         draft_vocab_size=draft_vocab or model.vocab_size,
-        aux_layers=(1, 2, 4),
+        aux_layers=(1, model.num_layers),
         block_size=4,
         mask_token_id=60,
     )
@@ -130,14 +131,16 @@ def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int
     ids_BT, _ = _answers(model)
     with torch.no_grad():
         aux_BTA = model.states(ids_BT, aux_layers=config.aux_layers).aux_BTA
-    anchor_BM = torch.arange(1, ids_BT.shape[1] - 3).expand(len(ids_BT), -1)
-    block_BMW = ids_BT.gather(1, anchor_BM)[..., None] * torch.tensor([1, 0, 0, 0])
-    block_BMW = block_BMW + 60 * torch.tensor([0, 1, 1, 1])
-    ahead_BMK = ids_BT[torch.arange(len(ids_BT))[:, None, None], anchor_BM[..., None] + torch.arange(1, 4)]
     place_V = torch.full((model.vocab_size,), -100).index_copy(0, ids, torch.arange(len(ids)))
+    begins = itertools.cycle(range(1, 7))
 
     def loss() -> Tensor:
-        states = draft(model.embed(block_BMW).detach(), aux_BTA, QueryMask(Documents.rows(ids_BT), anchor_BM))[:, :, 1:]
+        """Blocks at every sixth place, which is another one in each step."""
+        anchor_M = torch.arange(next(begins), ids_BT.shape[1] - 3, 6)
+        block_BMW = F.pad(ids_BT[:, anchor_M, None], (0, 3), value=60)
+        ahead_BMK = ids_BT[:, anchor_M[:, None] + torch.arange(1, 4)]
+        anchors = QueryMask(Documents.rows(ids_BT), anchor_M.expand(len(ids_BT), -1))
+        states = draft(model.embed(block_BMW).detach(), aux_BTA, anchors)[:, :, 1:]
         logits = model.logits(states) if draft.lm_head is None else draft.lm_head(states)
         return F.cross_entropy(logits.flatten(0, 2), place_V[ahead_BMK.flatten()])
 
