@@ -10,13 +10,13 @@ import pytest
 import torch
 from families import SUPPORTED, tiny
 from proposing import SHAPE
-from stand_ins import prompts, random_eagle, random_eagle3
+from stand_ins import prompts, random_eagle3
 from torch import Tensor
 
 from draftforge.specdec.cache import KVCache
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.proposers import Drafter, DynamicProposer, Proposer, StaticProposer, Trace, make_drafter
+from draftforge.specdec.proposers import Drafter, DynamicProposer, StaticProposer, Trace, make_drafter
 from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import SamplingSettings
@@ -142,24 +142,14 @@ class Oracle:
         return logits_V
 
 
-@pytest.mark.parametrize(
-    ("family", "tree"), [("eagle", "dynamic"), ("eagle3", "static"), ("oracle", "dynamic"), ("oracle", "static")]
-)
-def test_greedy_trees_give_plain_greedy_answers(model: CausalModel, family: str, tree: str) -> None:
+def test_greedy_trees_give_plain_greedy_answers(model: CausalModel) -> None:
+    """Drafted by one that is often right, static and dynamic; and by a head that reads the target's features."""
     requests = [Request(ids, SamplingSettings(), 0, 12) for ids in prompts(3)]
-    plain = answers(model, None, requests)
-    if family == "oracle":
-        drafter: Drafter = Oracle([[*request.prompt_ids, *tokens] for request, tokens in zip(requests, plain)])
-    else:
-        drafter = make_drafter(random_eagle(model) if family == "eagle" else random_eagle3(model), model)
-    proposer: Proposer = DynamicProposer(drafter, 3, 20) if tree == "dynamic" else StaticProposer(drafter, SHAPE)
-    done = dict(generate(model, proposer, requests, batch_size=2))
-    assert [done[index].tokens for index in range(len(requests))] == plain
-    if family == "oracle":
-        rounds = [round_ for answer in done.values() for round_ in answer.rounds]
-        assert sum(r.accepted for r in rounds) > 15 and max(r.accepted for r in rounds) >= 3
-
-
-def answers(model: CausalModel, proposer: Proposer | None, requests: list[Request]) -> list[list[int]]:
-    done = dict(generate(model, proposer, requests, batch_size=2))
-    return [done[index].tokens for index in range(len(requests))]
+    plain = dict(generate(model, None, requests, batch_size=2))
+    oracle: Drafter = Oracle([[*request.prompt_ids, *plain[n].tokens] for n, request in enumerate(requests)])
+    head = make_drafter(random_eagle3(model), model)
+    for proposer in (DynamicProposer(oracle, 3, 20), StaticProposer(oracle, SHAPE), StaticProposer(head, SHAPE)):
+        done = dict(generate(model, proposer, requests, batch_size=2))
+        assert {n: answer.tokens for n, answer in done.items()} == {n: answer.tokens for n, answer in plain.items()}
+        accepted = [round_.accepted for answer in done.values() for round_ in answer.rounds]
+        assert proposer._drafter is head or (sum(accepted) > 15 and max(accepted) >= 3)

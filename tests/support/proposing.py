@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable
 
-from stand_ins import near_copy, random_eagle3, target, taught_dflash, taught_eagle, taught_medusa
+from stand_ins import near_copy, target, taught_dflash, taught_eagle, taught_eagle3, taught_medusa
 
 from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
@@ -77,8 +77,8 @@ def takes(rule: str, name: str) -> bool:
 @functools.cache
 def taught(family: str, draft_vocab: int | None = None) -> DraftModule:
     """Taught once a process, on the one target of these tests."""
-    if family == "dflash":
-        return taught_dflash(target(), draft_vocab)
+    if family in ("dflash", "eagle3"):
+        return (taught_dflash if family == "dflash" else taught_eagle3)(target(), draft_vocab)
     return taught_eagle(target()) if family == "eagle" else taught_medusa(target())
 
 
@@ -94,7 +94,7 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
         "small": lambda: near_copy(model, noise),
         "skipped": lambda: SkippedDraft(model, SkippedLayers(mlp=(0,))),
         "eagle": lambda: taught("eagle"),
-        "eagle3": lambda: random_eagle3(model, draft_vocab=40 if kind == "reduced" else None),
+        "eagle3": lambda: taught("eagle3", 40 if kind == "reduced" else None),
         "medusa": lambda: taught("medusa"),
         "dflash": lambda: taught("dflash", 40 if kind == "reduced" else None),
     }

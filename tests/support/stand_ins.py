@@ -17,7 +17,7 @@ from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.kernels.document_mask import Documents, QueryMask
-from draftforge.specdec.models import CausalModel
+from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.sampling import SamplingSettings
 
 VOCAB = 61
@@ -95,19 +95,46 @@ def random_eagle(model: CausalModel, seed: int = 2) -> EagleDraft:
     return EagleDraft(EagleConfig(hidden_size=48, **LAYER, vocab_size=model.vocab_size)).eval()
 
 
-def taught_eagle(model: CausalModel, steps: int = 60) -> EagleDraft:
+def taught_eagle(model: CausalModel, steps: int = 40) -> EagleDraft:
     """An EAGLE-1 head after a few steps on the target's own answers: right at times."""
     draft = random_eagle(model)
-    ids_BT, hidden_BTH = _answers(model)
+    ids_BT, states = _answers(model)
+    return _taught(draft, _two_steps(draft, model, ids_BT, states.hidden_BTH, model.logits), steps)
+
+
+def taught_eagle3(model: CausalModel, draft_vocab: int | None = None, steps: int = 40) -> Eagle3Draft:
+    """An EAGLE-3 head after the same."""
+    draft = random_eagle3(model, draft_vocab)
+    ids_BT, states = _answers(model, draft.config.aux_layers)
+    known = torch.isin(torch.arange(model.vocab_size), draft.draft_ids).nonzero()[:, 0]
+    return _taught(draft, _two_steps(draft, model, ids_BT, states.aux_BTA, draft.logits, known), steps)
+
+
+def _two_steps(
+    draft: Any,
+    model: CausalModel,
+    ids_BT: Tensor,
+    features_BTA: Tensor | None,
+    logits: Callable[[Tensor], Tensor],
+    draft_ids: Tensor | None = None,
+) -> Callable[[], Tensor]:
+    """Cross-entropy of what a head drafts of its draft ids (None: all) in two steps of its training-time test."""
     width = ids_BT.shape[1] - 3
     trained = first_positions(ids_BT, width)
+    place_V = places(model.vocab_size, draft_ids)
 
     def loss() -> Tensor:
-        states = draft(model.embed(ids_BT).detach(), hidden_BTH, trained, 2)
-        logits = [model.logits(state).flatten(0, 1) for state in states]
-        return sum(F.cross_entropy(x, ids_BT[:, 2 + k : 2 + k + width].flatten()) for k, x in enumerate(logits))  # type: ignore[return-value]
+        states = draft(model.embed(ids_BT).detach(), features_BTA, trained, 2)
+        said = [(ids_BT[:, 2 + k : 2 + k + width], logits(state)) for k, state in enumerate(states)]
+        return torch.stack([F.cross_entropy(x.flatten(0, 1), place_V[ids.flatten()]) for ids, x in said]).sum()
 
-    return _taught(draft, loss, steps)
+    return loss
+
+
+def places(vocab_size: int, draft_ids: Tensor | None) -> Tensor:
+    """Each token's place [V] among the draft ids (None: all are), -100 without one."""
+    ids = torch.arange(vocab_size) if draft_ids is None else draft_ids
+    return torch.full((vocab_size,), -100).index_copy(0, ids, torch.arange(len(ids)))
 
 
 def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int = 60) -> DFlashDraft:
@@ -128,11 +155,8 @@ def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int
     draft = DFlashDraft(config, ids)
     if draft.lm_head is not None:
         draft.lm_head.weight.data.copy_(model.model.get_output_embeddings().weight[ids])
-    ids_BT, _ = _answers(model)
-    with torch.no_grad():
-        aux_BTA = model.states(ids_BT, aux_layers=config.aux_layers).aux_BTA
-    place_V = torch.full((model.vocab_size,), -100).index_copy(0, ids, torch.arange(len(ids)))
-    begins = itertools.cycle(range(1, 7))
+    ids_BT, answers = _answers(model, config.aux_layers)
+    place_V, begins = places(model.vocab_size, ids), itertools.cycle(range(1, 7))
 
     def loss() -> Tensor:
         """Blocks at every sixth place, which is another one in each step."""
@@ -140,7 +164,7 @@ def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int
         block_BMW = F.pad(ids_BT[:, anchor_M, None], (0, 3), value=60)
         ahead_BMK = ids_BT[:, anchor_M[:, None] + torch.arange(1, 4)]
         anchors = QueryMask(Documents.rows(ids_BT), anchor_M.expand(len(ids_BT), -1))
-        states = draft(model.embed(block_BMW).detach(), aux_BTA, anchors)[:, :, 1:]
+        states = draft(model.embed(block_BMW).detach(), answers.aux_BTA, anchors)[:, :, 1:]
         logits = model.logits(states) if draft.lm_head is None else draft.lm_head(states)
         return F.cross_entropy(logits.flatten(0, 2), place_V[ahead_BMK.flatten()])
 
@@ -153,29 +177,28 @@ def first_positions(ids_BT: Tensor, width: int) -> QueryMask:
     return QueryMask(Documents.rows(ids_BT), at_BM)
 
 
-def taught_medusa(model: CausalModel, heads: int = 3, steps: int = 100) -> MedusaDraft:
+def taught_medusa(model: CausalModel, heads: int = 3, steps: int = 40) -> MedusaDraft:
     """Heads after a few steps on the target's own answers: right at times."""
     torch.manual_seed(2)
     config = MedusaConfig(hidden_size=48, vocab_size=model.vocab_size, num_heads=heads, num_layers=1, fc_bias=True)
     draft = MedusaDraft(config)
-    ids_BT, hidden_BTH = _answers(model)
+    ids_BT, states = _answers(model)
     width = ids_BT.shape[1] - 1 - heads
 
     def loss() -> Tensor:
-        logits = [draft.logits(hidden_BTH[:, :width], head).flatten(0, 1) for head in range(heads)]
+        logits = [draft.logits(states.hidden_BTH[:, :width], head).flatten(0, 1) for head in range(heads)]
         return sum(F.cross_entropy(x, ids_BT[:, 2 + h : 2 + h + width].flatten()) for h, x in enumerate(logits))  # type: ignore[return-value]
 
     return _taught(draft, loss, steps)
 
 
-def _answers(model: CausalModel) -> tuple[Tensor, Tensor]:
+def _answers(model: CausalModel, aux_layers: Sequence[int] = ()) -> tuple[Tensor, States]:
     """The first tokens of the tests' prompts and of the greedy answers to them, and the target's states along them."""
-    asked = [ids for count in (2, 4, 6, 7, 10, 12) for ids in prompts(count)]
-    requests = [Request(ids, SamplingSettings(), 0, 31) for ids in asked]
-    answers = dict(generate(model, None, requests, batch_size=len(asked)))
+    asked = prompts(12)
+    answers = dict(generate(model, None, [Request(ids, SamplingSettings(), 0, 31) for ids in asked], batch_size=12))
     ids_BT = torch.tensor([[*ids, *answers[index].tokens][:31] for index, ids in enumerate(asked)])
     with torch.no_grad():
-        return ids_BT, model.states(ids_BT).hidden_BTH
+        return ids_BT, model.states(ids_BT, aux_layers=aux_layers)
 
 
 D = TypeVar("D", bound=nn.Module)
@@ -191,8 +214,9 @@ def _taught(draft: D, loss: Callable[[], Tensor], steps: int) -> D:
 
 
 def prompts(count: int, seed: int = 3, vocab: int = VOCAB) -> list[list[int]]:
+    """The first so many of an endless list for each seed."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(1, 12, (count,), generator=generator).tolist()
+    lengths = (int(torch.randint(1, 12, (), generator=generator)) for _ in range(count))
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 

@@ -40,7 +40,7 @@ TOGETHER = (
 def mix(model: CausalModel, seed: int, count: int = 7) -> list[RecordedAnswer]:
     """Answers of all lengths, in any order, the shortest among them; some leave what the target says half way."""
     draw = random.Random(seed)
-    asked = prompts(count, seed=seed)
+    asked = prompts(count)
     done = dict(generate(model, None, [Request(ids, GREEDY, 0, 24) for ids in asked], batch_size=count))
     lengths = [1, 2, 24, *(draw.randint(1, 24) for _ in range(count - 3))]
     draw.shuffle(lengths)
