@@ -25,7 +25,7 @@ from draftforge.storage import lock
 
 @pytest.fixture(scope="module")
 def target() -> CausalModel:
-    return stand_ins.target()
+    return stand_ins.target(4)
 
 
 def lookup(*depths: int) -> list[ProposerSpec]:
@@ -45,7 +45,9 @@ def table_of(key: costs.CostKey, plain: float = 0.03) -> costs.CostTable:
 def test_weights_do_not_change_the_key_but_shapes_do(target: CausalModel) -> None:
     draft = stand_ins.near_copy(target, seed=1)
     key = key_of(target, draft)
-    assert key_of(stand_ins.CausalModel(stand_ins.llama(seed=7)), stand_ins.near_copy(target, seed=2)).digest == key.digest
+    assert (
+        key_of(stand_ins.CausalModel(stand_ins.llama(seed=7)), stand_ins.near_copy(target, seed=2)).digest == key.digest
+    )
     assert key_of(target, draft, (2, 1)).digest == key.digest
     assert key_of(target, draft, (1, 2, 3)).digest != key.digest
     assert key_of(target, stand_ins.random_eagle3(target)).digest != key.digest

@@ -39,7 +39,7 @@ FREE_ATTENTION, FREE_MLP = 2, 0
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    model = cast(Any, stand_ins.target())
+    model = cast(Any, stand_ins.target(4))
     with torch.no_grad():
         model.stack.layers[FREE_ATTENTION].self_attn.o_proj.weight.zero_()
         model.stack.layers[FREE_MLP].mlp.down_proj.weight.zero_()

@@ -53,7 +53,7 @@ def eagle3_folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "draft",
     [
-        near_copy(target()),
+        near_copy(target(4)),
         heads.eagle(True),
         heads.eagle3(),
         heads.eagle3(40, fc_norm=True),
@@ -70,7 +70,7 @@ def test_every_family_reads_back_equal(draft: DraftModule, tmp_path: Path) -> No
 
 
 def test_a_small_draft_is_a_plain_model_folder(tmp_path: Path) -> None:
-    draft = near_copy(target())
+    draft = near_copy(target(4))
     save_draft(draft, tmp_path / "draft", meta("small"))
     config = json.loads((tmp_path / "draft" / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"
@@ -99,7 +99,7 @@ def test_a_small_draft_is_a_plain_model_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("draft", "name", "layout"),
     [
-        (near_copy(target()), "hf", "hf"),
+        (near_copy(target(4)), "hf", "hf"),
         (heads.eagle(), "sglang", "eagle"),
         (heads.eagle3(40), "speculators", "speculators"),
         (heads.medusa(True), "medusa", "medusa"),
@@ -131,7 +131,7 @@ def test_weights_keep_their_type_when_written_again(tmp_path: Path) -> None:
 
 
 def test_small_refuses_missing_tensors(tmp_path: Path) -> None:
-    save_draft(near_copy(target()), tmp_path / "draft", meta("small"))
+    save_draft(near_copy(target(4)), tmp_path / "draft", meta("small"))
     tensors = load_file(tmp_path / "draft" / "model.safetensors")
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"})
@@ -140,7 +140,7 @@ def test_small_refuses_missing_tensors(tmp_path: Path) -> None:
 
 
 def test_writer_refuses_values_that_are_not_finite_and_leaves_nothing(tmp_path: Path) -> None:
-    draft = random_eagle3(target())
+    draft = random_eagle3(target(4))
     with torch.no_grad():
         draft.fc.weight[0, 0] = float("inf")
     with pytest.raises(FormatError, match=r"fc\.weight has values that are not finite"):

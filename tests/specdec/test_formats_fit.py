@@ -13,7 +13,7 @@ from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import CausalModel
 
-TARGET = target()  # 61 tokens, hidden 48, four layers
+TARGET = target(4)  # 61 tokens, hidden 48, four layers
 WHERE = Path("served/draft")
 
 

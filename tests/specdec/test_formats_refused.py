@@ -385,7 +385,7 @@ def test_original_medusa_heads_without_their_last_layers(tmp_path: Path) -> None
     ids=["float64", "int32", "nan", "shape"],
 )
 def test_small_drafts_name_the_tensor(change: Callable[[Tensor], Tensor], message: str, tmp_path: Path) -> None:
-    write_draft(stand_ins.near_copy(stand_ins.target()), tmp_path, "hf")
+    write_draft(stand_ins.near_copy(stand_ins.target(4)), tmp_path, "hf")
     path, tensors = stored(tmp_path)
     for name in ("model.norm.weight", "model.layers.2.self_attn.k_proj.weight", "lm_head.weight"):
         save_file({**tensors, name: change(tensors[name])}, path, metadata={"format": "pt"})
@@ -414,7 +414,7 @@ def test_formats_take_the_families_that_they_are_for(tmp_path: Path) -> None:
     (tmp_path / "wide").mkdir()
     write_draft(heads.eagle3(own_embeddings=True, target_hidden_size=20), tmp_path / "wide", "sglang")  # it keeps these
     for name in ("hf", "vllm", "sglang"):
-        write_draft(stand_ins.near_copy(stand_ins.target()), tmp_path / name, known_format(name))
+        write_draft(stand_ins.near_copy(stand_ins.target(4)), tmp_path / name, known_format(name))
         assert read_draft(tmp_path / name).family == "small"
 
 

@@ -18,15 +18,17 @@ from draftforge.specdec.formats import write_draft
 from draftforge.specdec.formats.gguf.llama import read_llama, write_llama
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.requests import Round
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 
 pytestmark = pytest.mark.slow
 NAMES = ("small", "eagle3", "eagle3-reduced", "dflash", "dflash-reduced")
 KINDS = {"small": "DRAFT_SIMPLE", "eagle3": "DRAFT_EAGLE3", "dflash": "DRAFT_DFLASH"}
-LENGTHS = (2, 3, 17, 40)
+LENGTHS = (2, 3, 40)
 PAIRS = [("small", 1), ("small", 5), ("eagle3", 4), ("eagle3-reduced", 2), ("dflash", 3), ("dflash-reduced", 5)]
 """Every draft and every K, if not each with each."""
+Texts = list[tuple[list[int], list[int]]]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,14 @@ def files(target: Target, drafts: dict[str, Any], tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("gguf")
     write_files(folder, target, drafts)
     return folder
+
+
+@pytest.fixture(scope="module")
+def texts(target: Target) -> Texts:
+    """Each prompt, and its greedy answer of 64 tokens."""
+    prompts = [target.tokenizer(text).input_ids for text in PROMPTS]
+    answers = dict(generate(target, None, [Request(ids, SamplingSettings(), 0, 64) for ids in prompts]))
+    return [(ids, answers[n].tokens) for n, ids in enumerate(prompts)]
 
 
 def write_files(folder: Path, target: Target, drafts: dict[str, Any]) -> None:
@@ -70,7 +80,7 @@ def test_counts_and_tokens_equal_the_decoders(
     target: Target, drafts: dict[str, Any], files: Path, name: str, K: int
 ) -> None:
     server = serve(files, name, K)
-    accepted = drafted = 0
+    count = accepted = drafted = 0
     for text, length in itertools.product(PROMPTS, LENGTHS):
         ids = target.tokenizer(text).input_ids
         answer = decode(target, drafts[name], ids, length, K, frozenset())
@@ -79,7 +89,8 @@ def test_counts_and_tokens_equal_the_decoders(
         assert found.tokens == answer.tokens and len(answer.tokens) == length
         assert found.counts == EngineCounts.from_rounds(rounds, K)
         accepted, drafted = accepted + found.counts.accepted, drafted + found.counts.drafted
-    assert 0.1 * drafted < accepted < drafted  # both verdicts were compared
+        count += found.counts.rounds
+    assert 0.6 * count < accepted < drafted  # both verdicts were compared
 
 
 def test_what_the_server_says_of_itself_is_read_as_it_counts(
@@ -104,42 +115,27 @@ def test_what_the_server_says_of_itself_is_read_as_it_counts(
 
 @pytest.mark.parametrize(("name", "K"), [("small", 1), ("eagle3", 4), ("dflash-reduced", 3)])
 def test_an_answer_that_ends_inside_a_draft_is_booked_as_counting_says(
-    trained_drafts: Trained, drafts: dict[str, Any], tmp_path: Path, name: str, K: int
+    trained_drafts: Trained,
+    drafts: dict[str, Any],
+    texts: Texts,
+    tmp_path: Path,
+    name: str,
+    K: int,
 ) -> None:
     target, differing = trained_drafts.target(), 0
     for stop in (".", ","):
         target.tokenizer.eos_token = stop
         write_files(tmp_path, target, {name: drafts[name]})
         server, stop_id = serve(tmp_path, name, K), target.tokenizer.eos_token_id
-        for text in PROMPTS:
-            ids = target.tokenizer(text).input_ids
+        for ids, beyond in texts:
             answer = decode(target, drafts[name], ids, 60, K, frozenset({stop_id}))
-            beyond = decode(target, None, ids, 60 + K, 0, frozenset()).tokens
-            runs = matched_runs(target, make_proposer(drafts[name], target), ids, beyond, K)
+            runs = matched_runs(target, make_proposer(drafts[name], target), ids, beyond[: 60 + K], K)
             found = server.complete(ids, 60, ignore_eos=False)
             assert found.tokens == answer.tokens and answer.finish == "stop"
             expected = EngineCounts.from_rounds(engine_rounds("llamacpp", runs, K, 60, len(answer.tokens)), K)
             assert found.counts == expected
             differing += expected.accepted != sum(round_.accepted for round_ in answer.rounds)
     assert bool(differing) == (K > 1)  # the two laws differ where a stop is inside a draft, and only there
-
-
-def test_a_head_with_norm_before_residual_counts_the_same(
-    target: Target, drafts: dict[str, Any], tmp_path: Path
-) -> None:
-    plain = drafts["eagle3"]
-    draft = Eagle3Draft(plain.config.model_copy(update={"norm_before_residual": True}))
-    draft.load_state_dict(plain.state_dict())
-    write_files(tmp_path, target, {"eagle3": draft.eval()})
-    server, totals = serve(tmp_path, "eagle3", 4), {"plain": 0, "normed": 0}
-    for text in PROMPTS:
-        ids = target.tokenizer(text).input_ids
-        answer = decode(target, draft, ids, 60, 4, frozenset())
-        found = server.complete(ids, 60)
-        assert found.counts == EngineCounts.from_rounds([EngineRound(*r[:2]) for r in answer.rounds if r.drafted], 4)
-        totals["normed"] += found.counts.accepted
-        totals["plain"] += sum(r.accepted for r in decode(target, plain, ids, 60, 4, frozenset()).rounds)
-    assert totals["normed"] != totals["plain"]  # the switch does something
 
 
 SCALINGS = {
@@ -154,23 +150,31 @@ SCALINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", SCALINGS)
-def test_a_head_with_a_scaled_rotary_embedding_counts_the_same(
-    kind: str, target: Target, drafts: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("kind", ["norm_before_residual", *SCALINGS])
+def test_a_head_of_another_kind_counts_the_same(
+    kind: str,
+    target: Target,
+    drafts: dict[str, Any],
+    plain_rounds: list[list[Round]],
+    texts: Texts,
+    tmp_path: Path,
 ) -> None:
     plain = drafts["eagle3"]
-    scaling = {"rope_type": kind, **SCALINGS[kind]}
-    draft = Eagle3Draft(Eagle3Config.model_validate({**plain.config.model_dump(), "rope_scaling": scaling}))
+    change = {"rope_scaling": {"rope_type": kind, **SCALINGS[kind]}} if kind in SCALINGS else {kind: True}
+    draft = Eagle3Draft(Eagle3Config.model_validate({**plain.config.model_dump(), **change}))
     draft.load_state_dict(plain.state_dict())
     write_files(tmp_path, target, {"eagle3": draft.eval()})
-    server, differing = serve(tmp_path, "eagle3", 4), 0
-    for text in PROMPTS:
-        ids = target.tokenizer(text).input_ids
-        answer = decode(target, draft, ids, 60, 4, frozenset())
-        counts = EngineCounts.from_rounds([EngineRound(*r[:2]) for r in answer.rounds if r.drafted], 4)
+    server, found = serve(tmp_path, "eagle3", 4), []
+    for ids, _ in texts:
+        found.append(decode(target, draft, ids, 60, 4, frozenset()).rounds)
+        counts = EngineCounts.from_rounds([EngineRound(*r[:2]) for r in found[-1] if r.drafted], 4)
         assert server.complete(ids, 60).counts == counts
-        differing += answer.rounds != decode(target, plain, ids, 60, 4, frozenset()).rounds
-    assert differing  # the scaling does something
+    assert found != plain_rounds  # the change does something
+
+
+@pytest.fixture(scope="module")
+def plain_rounds(target: Target, drafts: dict[str, Any], texts: Texts) -> list[list[Round]]:
+    return [decode(target, drafts["eagle3"], ids, 60, 4, frozenset()).rounds for ids, _ in texts]
 
 
 def test_scaled_rotary_frequencies_are_llamacpps(trained_drafts: Trained, tmp_path: Path) -> None:
@@ -188,12 +192,11 @@ def test_scaled_rotary_frequencies_are_llamacpps(trained_drafts: Trained, tmp_pa
     assert found == decode(CausalModel(again), None, ids, 60, 0, frozenset()).tokens
 
 
-def test_plain_greedy_decoding_equals_ours(target: Target, files: Path) -> None:
+def test_plain_greedy_decoding_equals_ours(texts: Texts, files: Path) -> None:
     server = LlamaServer(files / "target.gguf")
-    for text in PROMPTS:
-        ids = target.tokenizer(text).input_ids
+    for ids, expected in texts:
         found = server.complete(ids, 60)
-        assert found.tokens == decode(target, None, ids, 60, 0, frozenset()).tokens
+        assert found.tokens == expected[:60]
         assert found.counts == (0, 0, 0, ())
 
 

@@ -53,7 +53,7 @@ class Assisted:
         return output[0, len(ids) :].tolist(), list(self._rounds)
 
 
-@pytest.mark.parametrize("K", [1, 3, 5])
+@pytest.mark.parametrize("K", [1, 5])
 def test_rounds_and_tokens_equal_assisted_generation(
     trained_drafts: Trained, K: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,13 +61,13 @@ def test_rounds_and_tokens_equal_assisted_generation(
     proposer = make_proposer(trained_drafts.draft("small"), target)
     assisted = Assisted(trained_drafts, K, monkeypatch)
     shifted = 0
-    for text, length in itertools.product(PROMPTS, (1, 2, 3, 17, 40)):
-        ids = target.tokenizer(text).input_ids
+    prompts = [target.tokenizer(text).input_ids for text in PROMPTS]
+    beyond = dict(generate(target, None, [Request(ids, SamplingSettings(), 0, 40 + K) for ids in prompts]))
+    for (n, ids), length in itertools.product(enumerate(prompts), (1, 2, 3, 40)):
         ((_, ours),) = generate(target, proposer, [Request(ids, SamplingSettings(), 0, length)], draft_tokens=K)
-        ((_, beyond),) = generate(target, None, [Request(ids, SamplingSettings(), 0, length + K)])
         tokens, rounds = assisted.complete(ids, length)
         assert tokens == ours.tokens
-        runs = matched_runs(target, proposer, ids, beyond.tokens, K, known=0)
+        runs = matched_runs(target, proposer, ids, beyond[n].tokens[: length + K], K, known=0)
         assert rounds == engine_rounds("transformers", runs, K, length)
         assert [r[:2] for r in ours.rounds] == engine_rounds("draftforge", runs, K, length)
         shifted += EngineCounts.from_rounds(rounds, K) != EngineCounts.from_rounds(

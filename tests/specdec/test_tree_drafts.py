@@ -237,7 +237,7 @@ def test_sampled_trees_draw_from_the_processed_draft(family: str, drawn: str) ->
 @pytest.mark.parametrize("family", ["small", "eagle3"])
 def test_a_penalty_falls_on_the_text_and_on_what_is_drafted_above(family: str, kind: str) -> None:
     """Answers do not tell: under any q that is told truly they follow the target, only seldom with the draft's help."""
-    model, ids, shape = target(), [0, 40, 8, 12, 41], TreeShape.branching([3, 2, 1])
+    model, ids, shape = target(4), [0, 40, 8, 12, 41], TreeShape.branching([3, 2, 1])
     drafter, after = FAMILIES[family](model, ids)
     penal = SamplingSettings(temperature=1.5, repetition_penalty=3.0)
     known_V = seen(model, ids)

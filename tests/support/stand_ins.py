@@ -33,7 +33,7 @@ LAYER: dict[str, Any] = {
 """Of an EAGLE head for the target below."""
 
 
-def llama(layers: int = 2, seed: int = 0, vocab: int = VOCAB) -> LlamaForCausalLM:
+def llama(layers: int = 4, seed: int = 0, vocab: int = VOCAB) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab,

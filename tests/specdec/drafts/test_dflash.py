@@ -154,7 +154,7 @@ def test_trees_have_blocks_as_long_as_they_are_deep(levels: int) -> None:
 @pytest.mark.parametrize("own", [False, True])
 @torch.inference_mode()
 def test_embeddings_and_head_are_the_targets_unless_the_draft_has_its_own(own: bool) -> None:
-    model, ids = target(), prompts(4)[3]
+    model, ids = target(4), prompts(4)[3]
     fields = {"hidden_size": 48, "target_hidden_size": 48}
     draft = heads.dflash(own_embeddings=own, own_head=own, **fields)
     states = model.states(torch.tensor([ids[:-1]]), aux_layers=draft.config.aux_layers)

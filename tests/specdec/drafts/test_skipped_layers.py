@@ -84,7 +84,7 @@ def test_without_whole_layers_it_is_the_shorter_model_bit_by_bit(gone: tuple[int
 
 @pytest.mark.parametrize("skipped", SETS, ids=str)
 def test_drafting_on_its_own_cache_gives_the_same_logits(skipped: SkippedLayers) -> None:
-    model = target()
+    model = target(4)
     draft = SkippedDraft(model, skipped)
     ids, chain = prompts(4)[3], [7, 9, 11]
     drafted = drafted_logits(draft, model, ids, chain)
@@ -93,7 +93,7 @@ def test_drafting_on_its_own_cache_gives_the_same_logits(skipped: SkippedLayers)
 
 
 def test_it_has_no_weights_and_caches_only_what_it_runs() -> None:
-    model = target()
+    model = target(4)
     draft = SkippedDraft(model, SkippedLayers(attention=(1, 3), mlp=(0,)))
     assert not list(draft.parameters()) and not list(draft.buffers())
     theirs = {parameter.data_ptr() for parameter in model.model.parameters()}
@@ -108,7 +108,7 @@ def test_it_has_no_weights_and_caches_only_what_it_runs() -> None:
 
 def test_the_target_does_not_notice_a_draft_inside_its_own_pass() -> None:
     """Not even where its layers are being captured: each layer of a pass runs the draft first."""
-    model = target()
+    model = target(4)
     view = SkippedDraft(model, SkippedLayers(attention=(1, 2), mlp=(2, 3))).lm
     alone = model.states(IDS, aux_layers=(1, 2, 3, 4))
     inner = view.states(IDS, aux_layers=(2, 4))
@@ -130,14 +130,14 @@ def test_the_target_does_not_notice_a_draft_inside_its_own_pass() -> None:
 
 def test_a_layer_that_is_none_of_the_targets_is_refused() -> None:
     with pytest.raises(InputError, match="mlp of layer 4: the target has 4 layers, 0 the first"):
-        check_skips(target(), SkippedLayers(attention=(3,), mlp=(1, 4)))
+        check_skips(target(4), SkippedLayers(attention=(3,), mlp=(1, 4)))
     for layers in ((1, 1), (-1,)):
         with pytest.raises(ValidationError, match="must be layers from 0 on, each named once"):
             SkippedLayers(attention=layers)
 
 
 def test_layers_of_other_parts_are_refused() -> None:
-    model = target()
+    model = target(4)
     layers: Any = model.stack.layers
     layers[2].feed_forward = layers[2].mlp
     del layers[2].mlp

@@ -50,8 +50,7 @@ def iterate(model: CausalModel, request: Request, K: int) -> list[tuple[int, int
     return rounds
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-@pytest.mark.parametrize("K", [1, 3, 6])
+@pytest.mark.parametrize(("K", "penalty"), [(1, 1.3), (3, 1.0), (6, 1.3), (6, 1.0)])
 def test_rounds_are_those_of_the_plain_iteration(K: int, penalty: float) -> None:
     """Three slots, whose requests end at unlike lengths and by stops, and which others take over."""
     model, stops = target(), frozenset({5, 17})

@@ -99,8 +99,9 @@ class Dense:
                 self.ngrams.append(tuple(self.ids[-self.K - 1 :]))
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-@pytest.mark.parametrize(("W", "K", "guesses"), [(1, 1, 1), (4, 3, 2), (5, 2, 3), (2, 4, 9)])
+@pytest.mark.parametrize(
+    ("W", "K", "guesses", "penalty"), [(1, 1, 1, 1.0), (4, 3, 2, 1.3), (5, 2, 3, 1.0), (2, 4, 9, 1.3), (4, 3, 2, 1.0)]
+)
 def test_windows_pools_and_drafts_are_those_of_plain_passes(W: int, K: int, guesses: int, penalty: float) -> None:
     model, drafted = target(), 0
     for ids in prompts(3):
