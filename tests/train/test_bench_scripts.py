@@ -1,11 +1,13 @@
 """The benchmark scripts run anywhere; what they measure is for GPUs."""
 
+import argparse
 import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rank_processes import command_or_script, run_ranks
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -34,11 +36,23 @@ def test_bench_loss_runs_every_objective(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-def test_bench_large_target_trains_on_two_ranks_that_hold_half_of_the_layers_each(tmp_path: Path) -> None:
+def test_bench_large_target_trains_on_two_ranks_that_hold_half_of_the_layers_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = script("bench_large_target")
+
+    def launch(given: argparse.Namespace, arguments: list[str], work: Path) -> int:
+        """Ranks that are forked, in the place of a torchrun whose ranks import everything."""
+        command = [module.__file__, *arguments, "--work", str(tmp_path / "work")]
+        ended = run_ranks(command_or_script, command, tmp_path, given.ranks, 200.0)
+        assert [rank.code for rank in ended] == [0, 0], ended
+        return 0
+
+    monkeypatch.setattr(module, "launch", launch)
     shape = {"hidden": 64, "vocabulary": 320, "tokens": 256, "document": 64, "steps": 2, "draft-tokens": 2}
     given = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
     out = tmp_path / "large.json"
-    assert script("bench_large_target").main(["--ranks", "2", "--bytes", "4000000", *given, "--out", str(out)]) == 0
+    assert module.main(["--ranks", "2", "--bytes", "4000000", *given, "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     ends = 4 * (2 * 320 * 64 + 64)  # embeddings, head and norm, float32
     assert found["target_bytes"] >= 4_000_000
