@@ -29,7 +29,7 @@ SETTINGS = ScoreSettings(costs=CostSettings(prompts=2, rounds=6, warmup_rounds=1
 
 @pytest.fixture(scope="module")
 def target() -> CausalModel:
-    return stand_ins.target()
+    return stand_ins.target(4)
 
 
 def key_of(target: CausalModel, draft: Any, specs: list[ProposerSpec]) -> CostKey:

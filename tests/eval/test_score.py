@@ -38,7 +38,7 @@ SETTINGS = ScoreSettings(
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    model = cast(Any, stand_ins.target())
+    model = cast(Any, stand_ins.target(4))
     model.stop_ids = STOP
     return cast(Target, model)
 

@@ -36,7 +36,7 @@ PLAIN = BenchEntry(Setting(method="plain", levels=0, batch_size=1), None)
 
 @pytest.fixture(scope="module")
 def target() -> CausalModel:
-    return stand_ins.target()
+    return stand_ins.target(4)
 
 
 @pytest.fixture
