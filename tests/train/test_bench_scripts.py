@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from rank_processes import command_or_script, run_ranks
+from forked import python, run_ranks
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -44,7 +44,7 @@ def test_bench_large_target_trains_on_two_ranks_that_hold_half_of_the_layers_eac
     def launch(given: argparse.Namespace, arguments: list[str], work: Path) -> int:
         """Ranks that are forked, in the place of a torchrun whose ranks import everything."""
         command = [module.__file__, *arguments, "--work", str(tmp_path / "work")]
-        ended = run_ranks(command_or_script, command, tmp_path, given.ranks, 200.0)
+        ended = run_ranks(python, command, tmp_path, given.ranks, 200.0)
         assert [rank.code for rank in ended] == [0, 0], ended
         return 0
 
