@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 import typer
 
 from . import __version__
-from .errors import DraftforgeError, MissingFileError, RecipeError, StoppedError
+from .errors import DraftforgeError, InputError, MissingFileError, RecipeError, StoppedError
 from .pipeline.options import (
     BenchOptions,
     GenerateOptions,
@@ -144,15 +144,27 @@ def inspect_mix(
         Path | None,
         typer.Option("--out", metavar="PLACE", help="Also write a page (FILE.html), or pictures into a new folder."),
     ] = None,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="Show so many turns as the target reads them, instead.")
+    ] = None,
+    domain: Annotated[str | None, typer.Option("--domain", help="With --prompts: only of this domain.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --prompts: one JSON object a line.")] = False,
 ) -> None:
     """Compare the mix with the log it comes from: shares, lengths, copies, redactions, contamination.
 
     Example: draftforge inspect-mix configs/demo.yaml --out mix.html
     """
+    if prompts is None and (domain is not None or as_json):
+        raise InputError(f"--{'json' if as_json else 'domain'}: is of --prompts, which is not given")
+    if prompts is not None and out is not None:
+        raise InputError(f"--out {out}: is of the tables; give it without --prompts")
     loaded = _load(recipe, overrides)
-    from .pipeline import mix_report
+    from .pipeline import mix_report, shown_prompts
 
-    mix_report.inspect_mix(loaded, out)
+    if prompts is None:
+        mix_report.inspect_mix(loaded, out)
+    else:
+        shown_prompts.show_prompts(loaded, prompts, domain, as_json)
 
 
 @app.command(rich_help_panel=STAGES)

@@ -123,7 +123,7 @@ def build_mix(
                 "settings": settings.model_dump(mode="json"),
                 "settings_fingerprint": fingerprint.of_json(settings.model_dump(mode="json")),
                 "ancestors": sorted(storage.read_json(path / MANIFEST)["files"][CONVERSATIONS] for path in earlier),
-                "sources": _source_records(settings, digests, records),
+                "sources": _source_records(settings, base_dir, digests, records),
                 **mix.manifest_counts(),
                 "domain_clusters": None if found is None else found.record(),
                 "files": {path.name: fingerprint.of_file(path) for path in sorted(new.iterdir())},
@@ -379,6 +379,12 @@ class _Mix:
                 fates[row] = code_of[CONTAMINATED if id in self._contaminated else OVER_SHARE]
         return fates
 
+    def _original_of_rows(self) -> NDArray[np.int32]:
+        """For every row of the log, the number of the content that stands for its record."""
+        number_of = {id: number for number, id in enumerate(self._ids)}
+        originals = np.array([number_of[self._original(id)] for id in self._ids], dtype=np.int32)
+        return originals[self._records.number_at_row]
+
     def _without_turns(self) -> dict[str, str]:
         """Domains and sources that end without a turn that counts, and what became of their requests."""
         # 1) Of every domain and source, what became of its requests: those that gave no record, then the records.
@@ -423,6 +429,8 @@ class _Mix:
             "prompt_tokens": np.array(log.prompt_tokens),
             "answer_tokens": np.array(log.answer_tokens),
             "counted": np.array(log.counted, dtype=np.bool_),
+            "where": [where.removeprefix(f"{self._base_dir}/") for where in log.places()],
+            "original": pa.DictionaryArray.from_arrays(self._original_of_rows(), self._ids),
             "fate": pa.DictionaryArray.from_arrays(self._fates, list(FATES)),
         }
         pq.write_table(pa.table(table), folder / LOG, compression="zstd")
@@ -484,7 +492,7 @@ class _Mix:
 
 
 def _source_records(
-    settings: MixSettings, digests: Mapping[str, str], records: IngestedRecords
+    settings: MixSettings, base_dir: Path, digests: Mapping[str, str], records: IngestedRecords
 ) -> list[dict[str, Any]]:
     return [
         {
@@ -494,6 +502,10 @@ def _source_records(
             "read": counts.read,
             "skipped": counts.skipped,
             "left_out": dict(sorted(counts.left_out.items())),
+            "places": {
+                reason: [where.removeprefix(f"{base_dir}/") for _, where in found]
+                for reason, found in sorted(counts.places.items())
+            },
             "taken": counts.taken,
             "unfollowed": dict(sorted(counts.unfollowed.items())),
         }

@@ -5,7 +5,9 @@ counts, which add up to the lines that were read.
 outcomes in the order of the lines.
 """
 
+import hashlib
 import re
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ JOINED: Reason = "joined with another line"
 _NO_TURN: Reason = "no turn to answer"
 _IDLE = ("no chat request", "health check")  # what no decoding engine was busy with
 _NO_CHAT = ("other log line", JOINED, "logged twice", *_IDLE)  # what no domain misses
+MOST_PLACES = 32  # kept of each reason
 OVER_LIMIT, COPY, BROKEN = "over its source's limit", "exact copy", "broken rule"
 
 
@@ -62,6 +65,8 @@ class SourceCounts:
     """Lines without a conversation, and records beyond the source's limit, by reason."""
     unfollowed: Counter[str] = field(default_factory=Counter)
     """Records whose answer was shaped by a field of the request that a capture does not follow, by its name."""
+    places: dict[str, list[tuple[str, str]]] = field(default_factory=dict, compare=False)
+    """For each reason an even sample of the lines: hashes of their places, and the places."""
     domains: dict[str, Counter[str]] = field(default_factory=dict, compare=False)
     """By domain, as far as it can be told, the same for requests that gave no record."""
     unanswered: set[str] = field(default_factory=set, compare=False)
@@ -86,15 +91,28 @@ class SourceCounts:
             self.skipped += 1
         else:
             raise InputError(outcome.broken)
+        reason = outcome.left_out or BROKEN
+        self._note_place(reason, outcome.where, outcome.broken)
         if outcome.domain and outcome.left_out not in _NO_CHAT:
-            self.domains.setdefault(outcome.domain, Counter())[outcome.left_out or BROKEN] += 1
+            self.domains.setdefault(outcome.domain, Counter())[reason] += 1
 
     def leave_out(self, record: Record, reason: str) -> None:
         """Leave out a record that was counted as taken."""
         self.taken -= 1
         self._count(reason)
+        self._note_place(reason, record.where)
         if record.domain:
             self.domains.setdefault(record.domain, Counter())[reason] += 1
+
+    def _note_place(self, reason: str, where: str, broken: str | None = None) -> None:
+        # The places with the smallest hashes stay: an even sample that no order influences.
+        if reason == JOINED:
+            return
+        kept = self.places.setdefault(reason, [])
+        insort(
+            kept, (hashlib.blake2b(where.encode(errors="surrogateescape"), digest_size=8).hexdigest(), broken or where)
+        )
+        del kept[MOST_PLACES:]
 
     def take_back_joined(self) -> None:
         """Forget one line that counts as joined with another: it turned out to stand for itself."""

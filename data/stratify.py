@@ -169,6 +169,8 @@ class LogTable:
         self.prompt_tokens, self.answer_tokens, self.counted = array("q"), array("q"), array("b")
         self.started = array("d")
         self.system_characters: dict[str, int] = {}
+        self._stems: dict[str, int] = {}  # places without the number at their end
+        self._stem_codes, self._place_numbers = array("I"), array("q")
         self.odd_clocks = 0
         """Number of records whose time `distrust_clocks` took."""
         # The first and the last times and where their records stand, as heaps.
@@ -188,6 +190,9 @@ class LogTable:
         self.counted.append(row.lengths.counted)
         self.started.append(np.nan if row.started is None else row.started)
         self.system_characters.setdefault(row.labels.system, row.system_characters)
+        stem = row.where.rstrip("0123456789")
+        self._stem_codes.append(self._stems.setdefault(stem, len(self._stems)))
+        self._place_numbers.append(int(row.where[len(stem) :] or -1))
         if row.started is not None:
             for heap, time in ((self._earliest, -row.started), (self._latest, row.started)):
                 keep = heapq.heappush if len(heap) < _MOST_NAMED_CLOCKS else heapq.heappushpop
@@ -211,6 +216,14 @@ class LogTable:
         taken = set(started_N[odd_N].tolist())
         times = {*((-time, where) for time, where in self._earliest), *self._latest}
         return [(_day(time), where) for time, where in sorted(times) if time in taken]
+
+    def places(self) -> list[str]:
+        """File and line of every record."""
+        stems = list(self._stems)
+        return [
+            stems[code] if number < 0 else f"{stems[code]}{number}"
+            for code, number in zip(self._stem_codes, self._place_numbers)
+        ]
 
     def rename(self, row: int, domain: str) -> None:
         """Set the domain of a record."""

@@ -323,6 +323,15 @@ def _config_digest(path: Path) -> str | None:
     return fingerprint.of_json({key: value for key, value in read_object(path).items() if key not in _CONFIG_NOISE})
 
 
+def load_target_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a target, as `Target.load` does, and no weights."""
+    source = locate(settings)
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    if source.gguf_file is not None:
+        options["gguf_file"] = source.gguf_file
+    return _tokenizer_of(settings, source, f"target.model: {settings.model}", options)
+
+
 def _tokenizer_of(
     settings: TargetSettings, source: Source, where: str, options: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:

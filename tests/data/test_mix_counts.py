@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from made_logs import LINES, write_log
 
-from draftforge.data.conversation import turns
+from draftforge.data.conversation import SPLITS, turns
 from draftforge.data.mix import build_mix, check_unanswered, load_log, load_manifest, load_mix, summary
 from draftforge.data.outcomes import Outcome, SourceCounts
 from draftforge.data.settings import MixSettings
@@ -47,6 +47,11 @@ def test_what_is_read_is_kept_or_left_out_for_one_reason(tmp_path: Path, kind: s
     assert manifest["read"] == len(mix) + sum(manifest["left_out"].values())
     assert manifest["left_out"]["broken rule"] == 2 and manifest["left_out"]["exact copy"] > 0
     assert load_log(folder).num_rows == read["taken"]
+    assert all(f"{kind}.log:" in place for found in read["places"].values() for place in found)
+    assert set(read["places"]) <= {*read["left_out"], "broken rule"}
+    log = load_log(folder).to_pydict()
+    kept = {(id, where) for id, where, fate in zip(log["original"], log["where"], log["fate"]) if fate in SPLITS}
+    assert {(one.id, one.where) for one in mix} == kept
     if limit is not None:
         assert read["taken"] == limit and read["left_out"]["over its source's limit"] > 0
     asked = Counter(one.split for one in mix for turn in turns(one) if turn.counts)

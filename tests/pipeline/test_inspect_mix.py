@@ -4,8 +4,10 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from draftforge.cli import app
@@ -106,3 +108,60 @@ def test_pictures_come_in_a_new_folder(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "c.html").mkdir()
     with pytest.raises(InputError, match=r"c\.html: is a folder"):
         check_out(tmp_path / "c.html")
+
+
+def messages_of(number: int) -> list[dict[str, str]]:
+    """The request without its answer."""
+    messages: Any = LINES[number]["messages"]
+    return list(messages[:2])
+
+
+@pytest.fixture
+def asked(tmp_path: Path, write_recipe: Callable[..., Path], tiny_target_folder: Path) -> Path:
+    """A log with copies and a failed request, for a target whose template can be read."""
+    pairs: list[dict[str, Any]] = [
+        {"request": {"messages": messages_of(i)}, "domain": line["domain"]} for i, line in enumerate(LINES)
+    ]
+    pairs += [*pairs[:3], {**pairs[5], "response": {"error": "no"}}]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in pairs))
+    sources = [{"kind": "openai", "path": "log.jsonl"}]
+    return write_recipe(mix={"sources": sources}, target={"model": str(tiny_target_folder)})
+
+
+def test_prompts_are_shown_as_the_target_reads_them(asked: Path, tiny_target_folder: Path) -> None:
+    done = CliRunner().invoke(app, ["inspect-mix", str(asked), "--prompts", "200", "--json"])
+    assert done.exit_code == 0, done.output
+    shown = [json.loads(line) for line in done.stdout.splitlines()]
+    prompts = [one for one in shown if one["kind"] == "prompt"]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_folder)
+    assert len(prompts) == len(LINES)
+    for one in prompts:
+        number = int(one["where"].removeprefix("log.jsonl:"))
+        system, user = messages_of(number - 1)
+        said = {**user, "content": re.sub(r"joe\d+@acme.org", "<email>", user["content"])}
+        text = tokenizer.apply_chat_template([system, said], add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert (one["text"], one["ids"], one["supervised_from"]) == (text, ids, len(ids))
+        changed: dict[str, Any] = {"redacted": {"email": 1}}
+        assert one["changed"] == changed | ({"stands_for": {"exact copy": 1}} if number <= 3 else {})
+        assert one["domain"] == LINES[number - 1]["domain"]
+    left_out = {one["reason"]: one for one in shown if one["kind"] == "left_out"}
+    assert left_out["failed request"]["count"] == 1 and left_out["failed request"]["where"] == ["log.jsonl:94"]
+    assert left_out["exact copy"]["count"] == 3
+    assert sorted(left_out["exact copy"]["where"]) == ["log.jsonl:91", "log.jsonl:92", "log.jsonl:93"]
+
+
+def test_a_few_prompts_of_a_domain_in_words(asked: Path) -> None:
+    run(asked, "--prompts", "1")
+    told = run(asked, "--prompts", "3", "--domain", "code")
+    assert len(re.findall(r"log\.jsonl:\d+, turn 0 \(code, (?:train|selection|holdout)\)", told)) == 3
+    assert told.count("supervised: the answer, from token") == 3 and told.count("redacted: 1 email") == 3
+    assert "joe" not in told and "(support" not in told
+    assert told == run(asked, "--prompts", "3", "--domain", "code")
+    for options, rule in (
+        (["--prompts", "3", "--domain", "none"], "--domain none: the mix has no such domain; it has code, support"),
+        (["--json"], "--json: is of --prompts, which is not given"),
+        (["--prompts", "3", "--out", "x"], "--out x: is of the tables; give it without --prompts"),
+    ):
+        result = CliRunner().invoke(app, ["inspect-mix", str(asked), *options])
+        assert isinstance(result.exception, InputError) and str(result.exception) == rule
