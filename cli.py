@@ -593,7 +593,7 @@ def _fail(error: BaseException, message: str, code: int) -> NoReturn:
     rank, ranks = os.environ.get("RANK", "0"), sys.modules.get(f"{__package__}.distributed")
     # Before the ranks have met, all of a host fail alike at a recipe or an option: the first of them says it for all.
     same = isinstance(error, RecipeError | MissingFileError) or hasattr(error, "format_message")
-    met = ranks is not None and ranks.ranks.cache_info().currsize
+    met = ranks is not None and ranks.ranks_met().store is not None
     if message and not debugging and not (same and not met and os.environ.get("LOCAL_RANK", "0") != "0"):
         print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr, flush=True)
     if ranks is not None:

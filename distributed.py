@@ -290,6 +290,11 @@ class _SignsOfLife:
         os._exit(error.exit_code)
 
 
+def ranks_met() -> Ranks:
+    """This process among the ranks that it has met; alone before it has."""
+    return ranks() if ranks.cache_info().currsize else ALONE
+
+
 def world_size() -> int:
     """Number of ranks in this launch, from WORLD_SIZE; 1 where nothing launched this process."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -392,7 +397,7 @@ def report_failure(error: BaseException) -> None:
     The reason of the first rank to fail is kept: later failures follow from it.
     """
     # Without other ranks, or before they have met, nobody waits.
-    mine = ranks() if ranks.cache_info().currsize else ALONE
+    mine = ranks_met()
     if mine.store is None or mine.signs is None:
         return
     mine.signs.silenced = True
@@ -427,7 +432,7 @@ def _close(mine: Ranks, error: BaseException | None) -> None:
 
 def _leave() -> None:
     """Say that this rank ends in order, and take the process groups down, if there are any."""
-    mine = ranks() if ranks.cache_info().currsize else ALONE
+    mine = ranks_met()
     if mine.store is not None:
         with suppress(RuntimeError):  # the store may have gone with its host
             mine.store.set(f"alive/{mine.rank}", _LEFT)
