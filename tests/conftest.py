@@ -24,6 +24,9 @@ from trained import Trained, trained
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from unsynced import unsynced
 
+from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.targets import Target
+
 hypothesis.settings.register_profile(  # how long an example takes says what else the machine does
     "untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -105,6 +108,12 @@ def make_tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int]
 def tiny_target_folder(make_tiny_target: Callable[[int], Path]) -> Path:
     """A tiny target as a Hugging Face folder. Shared by the session: copy it before changing it."""
     return make_tiny_target(0)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target_folder: Path) -> Target:
+    """The tiny target, loaded once a file of tests."""
+    return Target.load(TargetSettings(model=str(tiny_target_folder), device="cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.conversation import SPLITS
 from draftforge.data.settings import CaptureSettings, VllmBackend
 from draftforge.data.store import Capture, Sample
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 
@@ -27,11 +26,6 @@ SETTINGS = CaptureSettings(
 SCORED = [SamplingSettings(), SamplingSettings(temperature=0.8, top_p=0.9)]
 WARM = SamplingSettings(temperature=0.9, top_k=40, repetition_penalty=1.2)
 MIX = orders(16, lambda i: WARM if i % 3 == 1 else None)
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_folder: Path) -> Target:
-    return Target.load(TargetSettings(model=str(tiny_target_folder)))
 
 
 @pytest.fixture(scope="module")

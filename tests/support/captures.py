@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from draftforge.data.conversation import SPLITS, Conversation, Message
+from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.specdec.sampling import SamplingSettings
 
@@ -38,3 +39,9 @@ def assert_same_answers(found: Capture, expected: Capture, logp: float, signals:
                 assert torch.equal(ours.topk_ids_nk, theirs.topk_ids_nk)
                 assert torch.equal(ours.tail_ids_nM, theirs.tail_ids_nM)
                 torch.testing.assert_close(ours.topk_logp_nk, theirs.topk_logp_nk, atol=signals, rtol=signals)
+
+
+SMALL = CaptureSettings(max_new_tokens=8, batch_size=3, top_k=4, tail_samples=2, shard_samples=3)
+SCORED = [SamplingSettings(), SamplingSettings(temperature=0.8)]
+MIX = orders(24, lambda i: SamplingSettings(temperature=0.9) if i % 3 else None, lambda i: f"d{i % 2}")
+"""What parts and ranks capture together."""

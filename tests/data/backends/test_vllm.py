@@ -20,7 +20,6 @@ from draftforge.data.conversation import SPLITS, Conversation
 from draftforge.data.settings import CaptureSettings, VllmBackend
 from draftforge.data.store import Capture
 from draftforge.errors import EngineError, InputError, StaleInputError
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 
@@ -31,11 +30,6 @@ SCORED = [SamplingSettings(), SamplingSettings(temperature=0.7, top_p=0.9)]
 WARM = SamplingSettings(temperature=0.9, top_k=30, repetition_penalty=1.2)
 MIX = orders(12, lambda i: WARM if i % 3 else None)
 Capturing = Callable[..., Capture]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_folder: Path) -> Target:
-    return Target.load(TargetSettings(model=str(tiny_target_folder)))
 
 
 @pytest.fixture(scope="module")

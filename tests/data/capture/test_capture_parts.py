@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from captures import assert_same_answers, orders
+from captures import MIX, SCORED, assert_same_answers
+from captures import SMALL as SETTINGS
 
 from draftforge import storage
 from draftforge.data.capture.capture import capture_conversations
@@ -14,18 +15,7 @@ from draftforge.data.capture.plan import plan_shards
 from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import CorruptDataError, InputError, MissingFileError, StaleInputError
-from draftforge.specdec.requests import TargetSettings
-from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
-
-SETTINGS = CaptureSettings(max_new_tokens=8, batch_size=3, top_k=4, tail_samples=2, shard_samples=3)
-SCORED = [SamplingSettings(), SamplingSettings(temperature=0.8)]
-MIX = orders(24, lambda i: SamplingSettings(temperature=0.9) if i % 3 else None, lambda i: f"d{i % 2}")
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_folder: Path) -> Target:
-    return Target.load(TargetSettings(model=str(tiny_target_folder)))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from draftforge.data.conversation import Conversation, Message, Role
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 
@@ -19,11 +18,6 @@ SETTINGS = CaptureSettings(max_new_tokens=2, batch_size=4, top_k=4, tail_samples
 STRICT = """\
 {% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}\
 {% endif %}{{ m.role + ': ' + m.content }}{% endfor %}"""
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_folder: Path) -> Target:
-    return Target.load(TargetSettings(model=str(tiny_target_folder)))
 
 
 @pytest.fixture

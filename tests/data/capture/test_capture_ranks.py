@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from captures import assert_same_answers, orders
+from captures import MIX, SCORED, assert_same_answers
+from captures import SMALL as SETTINGS
 from forked import as_command, run_ranks
 
 import draftforge.data.capture.capture as capturing
@@ -20,7 +21,6 @@ from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.distributed import ALONE, Ranks, ranks
 from draftforge.specdec.requests import TargetSettings
-from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 
 
@@ -35,9 +35,6 @@ def _stubs() -> Any:
 
 STUBS = _stubs()
 STUBBED: CaptureSettings = STUBS.SETTINGS.model_copy(update={"shard_samples": 2})  # so that each rank has several
-SETTINGS = CaptureSettings(max_new_tokens=8, batch_size=3, top_k=4, tail_samples=2, shard_samples=3)
-SCORED = [SamplingSettings(), SamplingSettings(temperature=0.8)]
-MIX = orders(24, lambda i: SamplingSettings(temperature=0.9) if i % 3 else None, lambda i: f"d{i % 2}")
 
 
 def limited(tokens: int) -> CaptureSettings:

@@ -13,7 +13,6 @@ from draftforge.data.conversation import SPLITS, Conversation, Message
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import CorruptDataError, StaleInputError
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling import SamplingSettings
 from draftforge.specdec.targets import Target
 
@@ -42,11 +41,6 @@ MIX = [
         }.items()
     )
 ]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target_folder: Path) -> Target:
-    return Target.load(TargetSettings(model=str(tiny_target_folder)))
 
 
 @pytest.fixture

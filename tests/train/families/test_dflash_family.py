@@ -1,6 +1,5 @@
 """What DFlash is trained on: which mask drafts which supervised token; and that decoding drafts the same there."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -67,11 +66,6 @@ def test_blocks_begin_at_every_place_as_samples_come_again() -> None:
     for sample in range(5):
         assert sorted(block_offset(sample, epoch, 7) for epoch in range(20, 27)) == list(range(7))
     assert len({block_offset(sample, 0, 7) for sample in range(50)}) == 7
-
-
-@pytest.fixture(scope="module")
-def target(load_tiny_target: Callable[[], Target]) -> Target:
-    return load_tiny_target()
 
 
 def family_of(target: Target, draft_ids: torch.Tensor | None = None, **update: Any) -> DFlashFamily:

@@ -1,6 +1,5 @@
 """What EAGLE-3 is trained on: which position drafts which token, with which teacher; and remembered features."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -55,11 +54,6 @@ def test_alignment_by_hand() -> None:
         (2, 2): [15],
         (0, 4): [22],  # the second sample has no position before its one-token prompt: 21 cannot be drafted
     }
-
-
-@pytest.fixture(scope="module")
-def target(load_tiny_target: Callable[[], Target]) -> Target:
-    return load_tiny_target()
 
 
 def family_of(target: Target, draft_ids: torch.Tensor | None = None, **update: Any) -> Eagle3Family:

@@ -1,6 +1,5 @@
 """`eagle` under training: the states that it drafts with, the regression on the target's, and the noise."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,11 +18,6 @@ from draftforge.train.families.eagle import EagleFamily
 from draftforge.train.losses.linear_head import LOSS
 from draftforge.train.losses.objectives import FullDistribution
 from draftforge.train.settings import EagleSettings
-
-
-@pytest.fixture(scope="module")
-def target(load_tiny_target: Callable[[], Target]) -> Target:
-    return load_tiny_target()
 
 
 def family_of(target: CausalModel, **update: Any) -> EagleFamily:

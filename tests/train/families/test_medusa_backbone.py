@@ -22,11 +22,6 @@ from draftforge.train.optimizers import make_optimizer, set_rate
 from draftforge.train.settings import BackboneSettings, MedusaSettings
 
 
-@pytest.fixture(scope="module")
-def target(load_tiny_target: Callable[[], Target]) -> Target:
-    return load_tiny_target()
-
-
 def settings_of(**update: Any) -> MedusaSettings:
     return MedusaSettings.model_validate({"draft_tokens": 3, "backbone": {"start_step": 0}, **update})
 

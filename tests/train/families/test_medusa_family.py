@@ -23,11 +23,6 @@ from draftforge.train.losses.linear_head import COUNT, LOSS
 from draftforge.train.settings import MedusaSettings
 
 
-@pytest.fixture(scope="module")
-def target(load_tiny_target: Callable[[], Target]) -> Target:
-    return load_tiny_target()
-
-
 def family_of(target: CausalModel, lively: bool = False, **update: Any) -> MedusaFamily:
     settings = MedusaSettings.model_validate({"draft_tokens": 3, **update})
     family = fresh_family(target, settings)

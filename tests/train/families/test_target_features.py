@@ -55,11 +55,6 @@ def test_what_nobody_summarised_is_read_off_the_logits() -> None:
     assert torch.equal(ours.best_C, theirs.best_C) and torch.equal(ours.logits_CV, theirs.logits_CV)
 
 
-@pytest.fixture(scope="module")
-def target(load_tiny_target: Callable[[], Target]) -> Target:
-    return load_tiny_target()
-
-
 # In float32: a CPU that multiplies in bfloat16 rounds by the shape of the batch.
 PACKED: dict[str, Settings] = {
     "eagle3": Eagle3Settings(draft_tokens=3, features_bytes=0, precision="float32"),
