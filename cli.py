@@ -113,15 +113,12 @@ def distill(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     By several GPUs: torchrun --nproc-per-node 2 -m draftforge.cli distill configs/smollm2-gpu.yaml
 
-    Exit code 0: promoted, or the champion already; 5: the gate refused the draft, which is registered as candidate; 6:
-    promoted, and promotion.command failed.
+    Exit code 5: the gate refused the draft, which stays a candidate; 6: promoted, and promotion.command failed.
     """
     loaded = _load(recipe, overrides)
     from .pipeline import distill as stages
-    from .pipeline.promotion import exit_code
 
-    outcome = stages.distill(stages.open_workspace(loaded))
-    raise typer.Exit(exit_code(None if outcome is None else outcome.decision))
+    raise typer.Exit(stages.exit_code(stages.distill(stages.open_workspace(loaded))))
 
 
 @app.command(rich_help_panel=STAGES)
@@ -243,9 +240,8 @@ def promote(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """
     loaded = _load(recipe, overrides)
     from .pipeline import distill as stages
-    from .pipeline.promotion import exit_code
 
-    raise typer.Exit(exit_code(stages.promote(loaded)))
+    raise typer.Exit(stages.exit_code(stages.promote(loaded)))
 
 
 @app.command(rich_help_panel=REGISTRY)
@@ -257,11 +253,7 @@ def rollback(
 ) -> None:
     """Make the previous champion for the recipe's target the champion again; --undo: the one that a rollback left.
 
-    No retraining promotes the version that is left until the rollback is undone; the registry's listing shows it.
-
     Example: draftforge rollback configs/demo.yaml --why "slower for long prompts"
-
-    Then: draftforge rollback configs/demo.yaml --undo
     """
     loaded = _load(recipe, overrides)
     from .pipeline import promotion

@@ -96,6 +96,8 @@ class Row:
     trained_for: str = ""
     """The target that the draft was made for, where that is another than the one it was scored on, or another form of
     it (quantised, with an adapter): 12 hex digits of its fingerprint."""
+    start: str = ""
+    """The champion, `name/number`, that a retraining started from, where this is it as it was; empty: a checkpoint."""
 
     @property
     def break_even_tau(self) -> float:

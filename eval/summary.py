@@ -339,11 +339,15 @@ def decision_summary(scores: Record, promotion: Record | None) -> Decision:
     # 2) The score alone, on the selection split; or the gate's decision, on the holdout.
     kind: DecisionKind = "scored"
     if promotion is None or not promotion["holdout"]["rows"]:
-        row, source, split, reasons = chosen, scores, "selection", list[str]()
+        row, source, split = chosen, scores, "selection"
+        reasons = [] if promotion is None else promotion["decision"]["reasons"]
         compared = [chosen, *(one for one in scores["rows"] if one["baseline"] and one["alphas"])]
         title = f"{draft_label(chosen)} has the best expected speed-up"
         paragraph = _worth(chosen, chosen, "On the selection split")
-        paragraph += " No gate has judged it on the holdout yet."
+        if promotion is None:
+            paragraph += " No gate has judged it on the holdout yet."
+        else:
+            kind, title = "refused", f"{promotion['version']} stays the champion: no heir is better"
     else:
         source, split = promotion["holdout"], "holdout"
         compared = _candidate_first(source["rows"])
@@ -413,6 +417,8 @@ def config_label(row: Record) -> str:
 
 def draft_label(row: Record) -> str:
     """Label of a record's draft in a legend, with its step where it was trained."""
+    if row.get("start"):
+        return f"{row['draft']}, the start"
     return f"{row['draft']}, step {row['step']}" if row["step"] and not row["baseline"] else str(row["draft"])
 
 

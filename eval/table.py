@@ -139,7 +139,7 @@ def leaderboard_cells(rows: Sequence[Row]) -> list[list[str]]:
         cells.append(
             [
                 row.draft,
-                str(row.step) if row.step else "-",
+                str(row.step) if row.step or row.start else "-",
                 row.config.label if row.config.levels else "-",
                 interval(row.tau),
                 positions(row.alphas),
@@ -244,8 +244,9 @@ def _remark(row: Row) -> str:
     """Remark on a draft: what became of it, and the target it was made for where that is another one."""
     dropped = f"dropped at {row.scored_share:.0%}" if row.dropped else ""
     what = dropped or ("<- chosen" if row.chosen else "baseline" if row.baseline else "")
+    start = f"the start, {row.start}" if row.start else ""
     other = f"made for target {row.trained_for}" if row.trained_for else ""
-    return ", ".join(filter(None, (what, other)))
+    return ", ".join(filter(None, (what, start, other)))
 
 
 def show_cells(

@@ -23,12 +23,13 @@ from ..registry.lineage import Version
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..train.throughput import NoSink
 from .export import show_serving
-from .promotion import check_promotion, follow_champion, promote_stage
+from .promotion import REFUSED, check_promotion, follow_champion, promote_stage
 from .report import log_report, write_report
 from .scoring import Scored, check_score, score_foreign, score_stage
 from .stages import (
     Stage,
     Stages,
+    Start,
     capture_stage,
     check_capture,
     checkpoints_of,
@@ -126,7 +127,22 @@ def score(recipe: Recipe, draft: str | None = None) -> None:
             write_report(space, scored.stage.folder)
 
 
-def promote(recipe: Recipe) -> Decision | None:
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of a distillation: the score, the registered version, and the gate's decision."""
+
+    scored: Scored
+    version: Version
+    decision: Decision
+
+
+def exit_code(outcome: Outcome | None) -> int:
+    """Exit code of `distill` and `promote`: `REFUSED` where the gate refused; 0 where a draft was promoted, or nothing
+    had to be. None: of a rank that is not the first."""
+    return 0 if outcome is None or outcome.decision.promote else REFUSED
+
+
+def promote(recipe: Recipe) -> Outcome | None:
     """Register the chosen draft and compare it with the champion on the holdout; None on ranks other than the first."""
     space = open_workspace(recipe)
     with space.alone():
@@ -138,11 +154,11 @@ def promote(recipe: Recipe) -> Decision | None:
             return None
         identity = stages.run_fingerprint
         with start_run(space.tracking, recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
-            _, decision = promote_stage(stages, run.id, scored)
+            version, decision = promote_stage(stages, run.id, scored)
             log_report(space, scored.stage.folder, run)
         follow_champion(space)
         show_serving(space, scored)
-    return decision
+    return Outcome(scored, version, decision)
 
 
 def _run_to_training(stages: Stages, drafts: Iterable[str]) -> None:
@@ -153,24 +169,15 @@ def _run_to_training(stages: Stages, drafts: Iterable[str]) -> None:
         train_stage(stages, name, NoSink())
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of a distillation: the score, the registered version, and the gate's decision."""
-
-    scored: Scored
-    version: Version
-    decision: Decision
-
-
 def distill(
     space: Workspace,
-    parent: str | None = None,
+    start: Start | None = None,
     made_mix: Stage | None = None,
     notes: Mapping[str, Any] | None = None,
 ) -> Outcome | None:
     """Run every stage; None on ranks other than the first, whose part ends with the scoring.
 
-    `parent`: the version that training starts from. `made_mix`: a finished mix to use instead of the recipe's.
+    `start`: the champion that training starts from. `made_mix`: a finished mix to use instead of the recipe's.
     `notes`: why this is done, kept in the run.
     """
     # 1) Refuse first. Other ranks help up to the scoring, and leave no record.
@@ -193,7 +200,7 @@ def distill(
         ):
             if notes is not None:
                 run.log_json(dict(notes), "staleness.json")
-            outcome = _tracked(stages, run, parent)
+            outcome = _tracked(stages, run, start)
         follow_champion(space)
     # 3) Say how long it took, and where its figures are.
     seconds = time.monotonic() - started
@@ -202,7 +209,7 @@ def distill(
     return outcome
 
 
-def _tracked(stages: Stages, run: TrackedRun, parent: str | None) -> Outcome:
+def _tracked(stages: Stages, run: TrackedRun, start: Start | None) -> Outcome:
     """Run the stages after the mix inside an MLflow run, which logs parameters, inputs, losses, scores and files."""
     space, drafts = stages.space, stages.recipe.drafts
     # What is known before the work: an interrupted run shows it too.
@@ -218,11 +225,11 @@ def _tracked(stages: Stages, run: TrackedRun, parent: str | None) -> Outcome:
         prepare_drafts(stages)
         trained = {name: train_stage(stages, name, run.sink(name)) for name in drafts}
     with in_stage("score"):
-        scored = score_stage(stages, drafts)
+        scored = score_stage(stages, drafts, start)
         assert scored is not None
         _log_scores(run, scored, trained)
     with in_stage("promote"):
-        version, decision = promote_stage(stages, run.id, scored, parent)
+        version, decision = promote_stage(stages, run.id, scored)
         log_report(space, scored.stage.folder, run)
     run.set_tags({"draftforge.version": version.reference, "draftforge.promoted": str(decision.promote).lower()})
     return Outcome(scored, version, decision)

@@ -212,9 +212,9 @@ def verifier_of(space: Workspace, target_id: str | None) -> Verifier:
 def is_copy(out: Path, folder: Path, plan: ServingPlan) -> bool:
     """Whether `out` holds exactly the files that `export_draft` copies from `folder`, and this plan."""
     one, other = (
-        {path.name: fingerprint.of_file(path) for path in place.glob("*") if path.is_file()} for place in (folder, out)
+        {path.name: fingerprint.of_file(path) for path in place.glob("*") if path.is_file() and path.name != PLAN_FILE}
+        for place in (folder, out)
     )
-    other.pop(PLAN_FILE, None)
     return one == other and holds_plan(out, plan)
 
 

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,34 +19,29 @@ import pyarrow as pa
 
 from .. import fingerprint, storage
 from ..data.store import Capture
-from ..errors import HookError, InputError, LostFilesError
+from ..errors import HookError, InputError
 from ..eval import counts
-from ..eval.acceptance import Estimate, tau, tau_difference
-from ..eval.draft_configs import DraftConfig, ProposerSpec
-from ..eval.leaderboard import Row, Times, at_config, domain_rows, leaderboard, plain_row, serving, speedup_difference
-from ..eval.report.page import holdout_record
-from ..eval.score import Identity
-from ..eval.settings import HOLDOUT_SPLIT, ScoreSettings
-from ..eval.table import show_domains, show_leaderboard
+from ..eval.leaderboard import Row
+from ..eval.settings import HOLDOUT_SPLIT
+from ..eval.table import interval
 from ..progress import say
 from ..recipe import PromotionSettings, Recipe
 from ..registry import promotion as registry_promotion
 from ..registry.artifacts import pickles, run_files
 from ..registry.connect import Tracking, mlflow_errors, redacted
-from ..registry.gate import Baseline, Decision, DomainFigures, Evidence, Figures, Interval, decide
-from ..registry.lineage import Lineage, Version, ancestors, git_commit, holdout_overlap
+from ..registry.gate import Decision, decide
+from ..registry.lineage import Lineage, Version, ancestors, git_commit
 from ..registry.promotion import ALREADY, history, last_decision, promote
 from ..registry.versions import champion, register_version, resolve_models_uri
 from ..specdec.formats import read_meta
-from ..specdec.proposers.training_free import LOOKUP
-from ..specdec.proposers.tree_settings import MergedTree, tree_identity
+from ..specdec.proposers.tree_settings import MergedTree
 from ..specdec.serving_plan import stored_plan, write_plan
 from .export import export_draft, is_copy
+from .holdout import Measured, evidence, measure_holdout, show_holdout
 from .scoring import Scored, Scorer, check_score
 from .stages import Stages
 from .workspace import Workspace
 
-CANDIDATE, CHAMPION = "candidate", "champion"
 PROMOTION_FILE = "promotion.json"
 KEPT_COUNTS = "holdout.parquet"
 HOOK_TAG = "draftforge.hook"
@@ -59,16 +53,6 @@ _NOUN: dict[Event, str] = {"promote": "promotion", "rollback": "rollback"}
 _DONE = "done"
 _KEPT_CHARACTERS = 20_000  # of a command's output, its end
 _DRAIN_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class _HoldoutScore:
-    """Score of one draft on the holdout, at the K or tree that it was chosen at on the selection split."""
-
-    row: Row
-    table: pa.Table
-    times: Times
-    lossless: bool | None
 
 
 class _CommandResult(NamedTuple):
@@ -96,27 +80,82 @@ def check_command(settings: PromotionSettings) -> None:
         raise InputError(f"promotion.command {settings.command[0]}: no such program, or not executable")
 
 
-def promote_stage(stages: Stages, run_id: str, scored: Scored, parent: str | None = None) -> tuple[Version, Decision]:
+def promote_stage(stages: Stages, run_id: str, scored: Scored) -> tuple[Version, Decision]:
     """Register the chosen checkpoint, compare it with the champion on the holdout, and move the alias or say why not.
 
-    `parent`: the version (`name/number`) that its training started from.
+    After a retraining it is compared with its start too. An heir that is not shown to beat that gives way to it: the
+    start is promoted for this target, if it passes the gate itself.
     """
-    # 1) Register it as candidate; a draft that is the champion already has nothing to prove.
+    # 1) Register it as candidate.
     space, scorer = stages.space, Scorer(stages.space, stages.captured, HOLDOUT_SPLIT)
-    lookup = next(row.config for row in scored.rows if row.draft == LOOKUP)
-    version = _register(stages, run_id, scored, scorer, parent)
+    version = _register(stages, run_id, scored, scorer, scored.chosen)
     current = champion(space.tracking, space.target_fingerprint)
+    record = scored.stage.folder / PROMOTION_FILE
+    # 2) The champion has nothing to prove; chosen after a retraining, it is the start that no heir comes up to.
     if current is not None and current.reference == version.reference:
-        decision = Decision(promote=True, reasons=[ALREADY])
+        decision = _no_heir(scored, version) if scored.chosen.start else Decision(promote=True, reasons=[ALREADY])
         _say_decision(version, decision)
+        if not decision.promote:
+            _write_record(space, record, version, decision, {"rows": []})
         return version, decision
-    # 2) Measure both from the registry's copies, decide, and carry the decision out.
-    evidence, holdout = _evidence(space, scorer, version, current, lookup)
-    decision = promote(space.tracking, decide(evidence, space.recipe.gate), version)
+    # 3) Measure all from the registry's copies, decide, and carry the decision out.
+    measured = measure_holdout(space, scorer, scored, version, current)
+    keep_counts(space.tracking, version, measured.candidate.table)
+    holdout = show_holdout(scorer, measured)
+    heir_of = None if scored.start is None or scored.chosen.start else scored.start.version.reference
+    found = decide(evidence(space, scorer, measured, version, current, heir_of), space.recipe.gate)
+    decision = promote(space.tracking, found, version)
     _say_decision(version, decision)
-    # 3) Keep what the report shows.
-    _write_record(space, scored.stage.folder / PROMOTION_FILE, version, decision, holdout)
+    # 4) An heir that is no better than its start gives way to it, where this target has another champion or none.
+    if decision.beats_start is False and measured.start is not None:
+        instead = _promote_start(stages, run_id, scored, scorer, measured.start_instead, current)
+        if instead is not None:
+            version, decision, holdout = instead
+    # 5) Keep what the report shows.
+    _write_record(space, record, version, decision, holdout)
     return version, decision
+
+
+def _promote_start(
+    stages: Stages, run_id: str, scored: Scored, scorer: Scorer, measured: Measured, current: Version | None
+) -> tuple[Version, Decision, dict[str, Any]] | None:
+    """Promote the start of a retraining for this target, if it passes the gate; None, and a line with the reasons,
+    where it does not.
+
+    It was measured beside its heir; only what passes is registered.
+    """
+    # 1) Decide.
+    space, start, row = stages.space, scored.start, scored.start_row
+    assert start is not None and row is not None
+    decision = decide(evidence(space, scorer, measured, start.version, current, None), space.recipe.gate)
+    if not decision.promote:
+        why = "; ".join(decision.reasons)
+        say(f"its start, {start.version.reference}, is not promoted for this target either: {why}")
+        return None
+    # 2) Register it under this target, and move the alias.
+    say(f"its start, {start.version.reference}, serves this target as well: it is promoted as it is")
+    version = _register(stages, run_id, scored, scorer, row)
+    keep_counts(space.tracking, version, measured.candidate.table)
+    reasons = [f"{start.version.reference} as it is: no heir is shown to be better", *decision.reasons]
+    decision = promote(space.tracking, decision.model_copy(update={"reasons": reasons}), version)
+    _say_decision(version, decision)
+    return version, decision, show_holdout(scorer, measured)
+
+
+def _no_heir(scored: Scored, champion: Version) -> Decision:
+    """Decision where the champion that a retraining started from does better than every heir on the selection split."""
+    heirs = [row for row in scored.rows if not (row.baseline or row.start or row.dropped) and row.speedup.value > 0]
+    best = max(heirs, key=lambda row: row.speedup.value, default=None)
+    found = interval(scored.chosen.speedup, "x")
+    if best is not None:
+        found += f", at best {interval(best.speedup, 'x')} by {best.draft} step {best.step} at {best.config}"
+    reason = f"no heir is better than its start, {champion.reference}, which stays champion"
+    return Decision(
+        promote=False,
+        reasons=[f"{reason}: on the selection split {found}"],
+        compared=champion.reference,
+        beats_start=False,
+    )
 
 
 def rollback(recipe: Recipe, undo: bool = False, why: str = "") -> None:
@@ -127,22 +166,21 @@ def rollback(recipe: Recipe, undo: bool = False, why: str = "") -> None:
     follow_champion(space)
 
 
-def exit_code(decision: Decision | None) -> int:
-    """Exit code of a verb by the gate's decision: 0 where a draft was promoted, or nothing had to be (None)."""
-    return 0 if decision is None or decision.promote else REFUSED
+def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, row: Row) -> Version:
+    """Export a scored checkpoint and register it under its target as `candidate`. The same draft once only.
 
-
-def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, parent: str | None) -> Version:
-    """Export the chosen checkpoint and register it under its target as `candidate`. The same draft once only."""
-    space, recipe, chosen = stages.space, stages.recipe, scored.chosen
+    `row`: its own, which may be that of a retraining's start.
+    """
+    space, recipe, start = stages.space, stages.recipe, scored.start
     # 1) Export it, read back and scored equal.
-    name = f"{chosen.draft}-{chosen.step:06d}-{fingerprint.short(scored.stage.fingerprint)}"
-    exported, plan = space.root / "exports" / name, scored.plan(recipe.score)
-    if not is_copy(exported, scored.chosen_folder, plan):  # not there yet, or damaged since
+    folder, plan = scored.folders[row.draft, row.step], scored.plan(row, recipe.score)
+    exported = space.root / "exports" / f"{row.draft}-{row.step:06d}-{fingerprint.short(scored.stage.fingerprint)}"
+    if not is_copy(exported, folder, plan):  # not there yet, or damaged since
         shutil.rmtree(exported, ignore_errors=True)
-        export_draft(scorer, scored.chosen_folder, exported, lambda folder: write_plan(folder, plan))
+        export_draft(scorer, folder, exported, lambda folder: write_plan(folder, plan))
     # 2) Its lineage: everything that it was made of, by fingerprint.
-    meta, times = read_meta(exported), scored.times[chosen.draft, chosen.step]
+    meta, times = read_meta(exported), scored.times[row.draft, row.step]
+    parent = start.version if start is not None and row.draft in start.drafts else None
     lineage = Lineage(
         target_fingerprint=space.target_fingerprint,
         target_name=Path(recipe.target.model).name,
@@ -153,14 +191,16 @@ def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, paren
         counts_digest=fingerprint.of_file(scored.counts_file),
         recipe_fingerprint=fingerprint.of_json(recipe.resolved()),
         family=meta.family,
-        step=chosen.step,
+        step=parent.lineage.step if parent is not None and row.start else row.step,
         plan=stored_plan(exported),
         measured=times.description,
-        parent=parent,
+        parent=None if parent is None else parent.reference,
         git_commit=git_commit(),
     )
-    # 3) Clusters of its training conversations go along: later gates check that no holdout overlaps with them.
-    trained_on = {sample.cluster for sample in Capture.open(stages.captured.folder, verify=False).samples("train")}
+    # 3) Clusters of its training conversations go along: later gates check that no holdout overlaps with them. A start
+    #    has learnt from those of its parent alone.
+    answers = [] if row.start else Capture.open(stages.captured.folder, verify=False).samples("train")
+    trained_on = {sample.cluster for sample in answers}
     return register_version(space.tracking, run_id, exported, lineage, trained_on, space.target_settings)
 
 
@@ -180,126 +220,6 @@ def _write_record(
     line = [{"version": one.reference, "lineage": lineage(one)} for one in ancestors(space.tracking, version)]
     record = {"version": version.reference, "at": time.time(), "lineage": lineage(version), "ancestors": line}
     storage.write_json(path, {**record, "decision": decision.model_dump(mode="json"), "holdout": holdout})
-
-
-def _evidence(
-    space: Workspace, scorer: Scorer, version: Version, current: Version | None, lookup_config: DraftConfig
-) -> tuple[Evidence, dict[str, Any]]:
-    """Evidence for the gate, and a record: version, champion and prompt lookup are measured on the holdout, and shown.
-
-    `lookup_config`: the K that is best for prompt lookup on the selection split; a choice on the holdout would favour
-    it.
-    """
-    # 1) The candidate, prompt lookup, then the champion.
-    settings = space.recipe.score
-    candidate = _measure(space, scorer, version, CANDIDATE)
-    keep_counts(space.tracking, version, candidate.table)
-    lookup = _measure_lookup(scorer, lookup_config)
-    rival, lost = (None, None) if current is None else _measure_champion(space, scorer, current)
-    holdout = _show_holdout(scorer, lookup, [candidate] if rival is None else [candidate, rival])
-    # 2) What is known of the candidate and prompt lookup, then what the comparison with the champion adds.
-    evidence = Evidence(
-        candidate=_figures(candidate.row),
-        conversations=len(counts.values(candidate.table, "conversation")),  # those scored, not those there are
-        clusters=len(counts.values(candidate.table, "cluster")),
-        confidence=settings.confidence,
-        fit_error=max(0.0 if one.row.load is None else one.row.load.fit_error for one in (candidate, lookup)),
-        lookup=Baseline(
-            draft_tokens=lookup.row.config.levels,
-            speedup=Interval.of(lookup.row.speedup),
-            difference=Interval.of(_difference(candidate, lookup, settings)),
-        ),
-        lossless=candidate.lossless,
-        export_reads_back=True,  # what was measured is the registered copy, downloaded and checked by its digests
-        holdout_overlap=holdout_overlap(space.tracking, version, {sample.cluster for sample in scorer.samples}),
-        compared=None if current is None else current.reference,
-        champion_lost=lost,
-    )
-    if rival is None:
-        return evidence, holdout
-    comparison = {
-        "champion": _figures(rival.row),
-        "difference": Interval.of(_difference(candidate, rival, settings)),
-        "domains": _by_domain(candidate, rival, settings),
-    }
-    return evidence.model_copy(update=comparison), holdout
-
-
-def _difference(first: _HoldoutScore, second: _HoldoutScore, settings: ScoreSettings) -> Estimate:
-    """Paired difference of two drafts' expected speed-ups."""
-    return speedup_difference([first.table, second.table], first.row, second.row, settings)
-
-
-def _show_holdout(scorer: Scorer, lookup: _HoldoutScore, drafts: Sequence[_HoldoutScore]) -> dict[str, Any]:
-    """Show prompt lookup and drafts on the holdout, overall and by domain; returns the tables as a record."""
-    # 1) Overall: plain decoding, prompt lookup, drafts.
-    settings, scores = scorer.settings, [lookup, *drafts]
-    rows, tables = [one.row for one in scores], [one.table for one in scores]
-    title, times = "On the holdout", lookup.times
-    show_leaderboard([plain_row(times), *rows], settings.confidence, title, times.description)
-    # 2) By domain.
-    domains = domain_rows(tables, rows, settings, {(one.row.draft, one.row.step): one.times for one in scores})
-    show_domains(domains, settings.confidence, title="On the holdout, by domain")
-    return holdout_record(tables, rows, settings, domains)
-
-
-def _measure_champion(space: Workspace, scorer: Scorer, current: Version) -> tuple[_HoldoutScore | None, str | None]:
-    """Score the champion; or None and what is wrong with its files, as lost files must not block a better draft."""
-    try:
-        return _measure(space, scorer, current, CHAMPION), None
-    except LostFilesError as error:
-        return None, str(error)
-
-
-def _measure_lookup(scorer: Scorer, config: DraftConfig) -> _HoldoutScore:
-    """Score prompt lookup on the holdout at one K."""
-    draft = scorer.load(None)
-    known = scorer.specs(draft)
-    table, lossless = scorer.counts(known, Identity(LOOKUP, 0))
-    table, times = at_config(table, config), scorer.times(draft, known)
-    (row,) = leaderboard([table], {(LOOKUP, 0): times}, scorer.settings, [LOOKUP])
-    return _HoldoutScore(row, table, times, lossless)
-
-
-def _measure(space: Workspace, scorer: Scorer, version: Version, name: str) -> _HoldoutScore:
-    """Score a registered version on the holdout, from freshly downloaded files, at the tree or K of its plan.
-
-    That is its own even where the recipe does not score it any more: a choice on the holdout would favour the draft.
-    """
-    # 1) The registered copy, and the spec of its own tree or K.
-    folder = resolve_models_uri(space.tracking, version.uri, space.root / "models", afresh=True)
-    draft, step = scorer.load(folder), version.lineage.step
-    plan, known = draft.plan, scorer.specs(draft)
-    if plan.tree is None:
-        own = ProposerSpec(draft.proposer, (plan.draft_tokens,))
-    else:
-        own = scorer.tree_spec(draft, plan.tree_name, plan.tree)
-    # 2) Count it; times of all that the recipe scores may be there already.
-    table, lossless = scorer.counts([own], Identity(name, step))
-    shape = (own.tree, tree_identity(own.fixed))
-    timed = any((one.tree, tree_identity(one.fixed)) == shape and {*own.depths} <= {*one.depths} for one in known)
-    times = scorer.times(draft, known if timed else [own])
-    (row,) = leaderboard([table], {(name, step): times}, scorer.settings)
-    return _HoldoutScore(replace(row, chosen=False), table, times, lossless)  # there was nothing to choose from
-
-
-def _by_domain(candidate: _HoldoutScore, rival: _HoldoutScore, settings: ScoreSettings) -> dict[str, DomainFigures]:
-    """Expected speed-ups of both drafts on each domain: the domain's own tau, at the round times of the whole."""
-    tables = [serving(draft.table, settings) for draft in (candidate, rival)]
-    speedups = [draft.row.gain.speedup for draft in (candidate, rival)]
-    found: dict[str, DomainFigures] = {}
-    for domain in sorted(counts.values(tables[0], "domain")):
-        own, theirs = (counts.where(table, domain=domain) for table in tables)
-        found[domain] = DomainFigures(
-            conversations=len(counts.values(own, "conversation")),
-            champion_speedup=float(speedups[1](tau(theirs, settings.confidence).value)),
-            difference=Interval.of(tau_difference(own, theirs, settings.confidence, *speedups)),
-        )
-    return found
-
-
-def _figures(row: Row) -> Figures:
-    return Figures(tau=row.tau.value, speedup=Interval.of(row.speedup))
 
 
 def keep_counts(tracking: Tracking, version: Version, table: pa.Table) -> None:

@@ -7,7 +7,7 @@ runs at a time, and one that fails leaves the champion as it was.
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from ..train.families import family_of
 from .distill import Outcome, distill
 from .promotion import REFUSED, check_command, follow_champion
 from .scoring import check_score
-from .stages import Stage, Stages, blended_mix, mix_stage
+from .stages import Stage, Stages, Start, blended_mix, mix_stage
 from .staleness import STALENESS_FILE, Staleness, pin_revision
 from .staleness_evidence import judge
 from .workspace import Workspace, check_same_recipe, in_stage, recorded, require_whole
@@ -64,8 +64,8 @@ class RetrainPlan:
 
     space: Workspace
     mix: Stage
-    parent: str | None
-    """Version (`name/number`) that training starts from; None: a cold start."""
+    start: Start | None
+    """The champion that training starts from; None: a cold start."""
 
 
 def retrain(recipe: Recipe) -> int:
@@ -158,7 +158,7 @@ def _distil_and_repair(work: RetrainPlan, found: Staleness) -> Outcome | None:
     With several ranks the damage is dropped too, but the error is raised: the next start captures again.
     """
     try:
-        return distill(work.space, work.parent, work.mix, found.record())
+        return distill(work.space, work.start, work.mix, found.record())
     except CorruptDataError as error:
         # Trainings that began on damaged answers go with them.
         stages = Stages(work.space, work.mix)
@@ -169,7 +169,7 @@ def _distil_and_repair(work: RetrainPlan, found: Staleness) -> Outcome | None:
         if not damaged or work.space.ranks.world_size > 1:
             raise
         say(f"{error}; answering again: {', '.join(damaged)}")
-    return distill(work.space, work.parent, work.mix, found.record())
+    return distill(work.space, work.start, work.mix, found.record())
 
 
 def say_causes(found: Staleness) -> None:
@@ -194,12 +194,13 @@ def plan(space: Workspace, found: Staleness) -> RetrainPlan:
         if found.lost:
             say(f"cold start, not from {found.lost}")
         warm = _warm_start(space, stale) if space.recipe.retrain.warm_start and not found.lost else None
-    return RetrainPlan(space, mix, None) if warm is None else RetrainPlan(warm, mix, stale.reference)
+    if warm is None:
+        return RetrainPlan(space, mix, None)
+    return RetrainPlan(space.with_recipe(_initialised_from(space.recipe, warm)), mix, warm)
 
 
-def _warm_start(space: Workspace, stale: Version) -> Workspace | None:
-    """Workspace whose drafts of the champion's family start from its weights; None, and a line with the reason, where
-    none can."""
+def _warm_start(space: Workspace, stale: Version) -> Start | None:
+    """Start of the drafts of the champion's family from its weights; None, and a line that says why, where none can."""
     # 1) Which drafts of the recipe have its family, and of these, which have another shape?
     folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models")
     meta = read_meta(folder)
@@ -220,7 +221,7 @@ def _warm_start(space: Workspace, stale: Version) -> Workspace | None:
     # 3) The others start from it.
     for name, field in unfit.items():
         say(f"drafts.{name} starts cold: drafts.{name}.{field}")
-    return space.with_recipe(_initialised_from(space.recipe, folder, drafts.keys() - unfit.keys()))
+    return Start(stale, folder, tuple(name for name in drafts if name not in unfit))
 
 
 def _obstacle(space: Workspace, draft: DraftModule, meta: DraftMeta) -> str | None:
@@ -236,15 +237,15 @@ def _obstacle(space: Workspace, draft: DraftModule, meta: DraftMeta) -> str | No
     return None
 
 
-def _initialised_from(recipe: Recipe, folder: Path, names: Collection[str]) -> Recipe:
-    """Recipe whose drafts `names` have `init_from` set to a draft's folder, and the steps of a retraining."""
+def _initialised_from(recipe: Recipe, start: Start) -> Recipe:
+    """Recipe whose drafts start from the champion where they can, with the steps of a retraining."""
     drafts = {}
     for name, draft in recipe.drafts.items():
         # Fewer steps than the recipe's own: warm-up and scoring must fit into them. Validated again as one.
         steps = recipe.retrain.steps or draft.steps
-        change = {"steps": steps, "warmup_steps": min(draft.warmup_steps, steps), "init_from": folder}
+        change = {"steps": steps, "warmup_steps": min(draft.warmup_steps, steps), "init_from": start.folder}
         change["score_every"] = min(draft.score_every, steps)
-        drafts[name] = draft if name not in names else type(draft).model_validate(draft.model_dump() | change)
+        drafts[name] = draft if name not in start.drafts else type(draft).model_validate(draft.model_dump() | change)
     return recipe.model_copy(update={"drafts": drafts})
 
 
@@ -316,7 +317,8 @@ def _planned_steps(recipe: Recipe, work: RetrainPlan, found: Staleness) -> list[
     lines.append(f"would capture: {state(answers, (answers / CAPTURE_MANIFEST).is_file())}")
     for name, settings in space.drafts.items():
         folder = real / stages.training(name).folder.name
-        start = "cold" if settings.init_from is None or work.parent is None else f"warm, from {work.parent}"
+        warm = work.start is not None and name in work.start.drafts
+        start = f"warm, from {work.start.version.reference}" if work.start is not None and warm else "cold"
         lines.append(
             f"would train {name}: {settings.steps} steps, {start}: {state(folder, is_finished(folder, settings.steps))}"
         )
@@ -324,4 +326,6 @@ def _planned_steps(recipe: Recipe, work: RetrainPlan, found: Staleness) -> list[
     rival, against = found.champion, "with no champion to compare with"
     if rival is not None and rival.lineage.target_fingerprint == space.target_fingerprint:
         against = f"against champion {rival.reference}"
+    if work.start is not None:
+        lines.append(f"would score {work.start.version.reference} as it is beside them, as step 0")
     return [*lines, f"would score, register, and meet the gate {against}"]

@@ -60,7 +60,7 @@ from ..specdec.stored_draft import TOKENIZER_FILE, StoredDraft, trained_for
 from ..specdec.targets import context_length
 from ..train.families import family_of
 from .parallel_scoring import ScoringJob, count_shared, race
-from .stages import Stage, Stages, checkpoints_of
+from .stages import Stage, Stages, Start, checkpoints_of
 from .workspace import Workspace, require_whole
 
 COUNTS_FILE, SCORES_FILE, TIMES_FILE = "counts.parquet", "scores.json", "times.json"
@@ -87,6 +87,8 @@ class Scored:
     folders: dict[Checkpoint, Path]
     trees: dict[Checkpoint, dict[str, Tree]]
     """Draft trees that each checkpoint was scored with, by name; measured trees in their final shape."""
+    start: Start | None = None
+    """What a retraining started from; it is among the rows."""
 
     @property
     def chosen(self) -> Row:
@@ -100,9 +102,13 @@ class Scored:
     def chosen_folder(self) -> Path:
         return self.folders[self.chosen.draft, self.chosen.step]
 
-    def plan(self, settings: ScoreSettings) -> ServingPlan:
-        """Serving plan of the chosen checkpoint: its K or tree, its best chain, and the rule that judged them."""
-        row = self.chosen
+    @property
+    def start_row(self) -> Row | None:
+        """Row of what a retraining started from."""
+        return next((row for row in self.rows if row.start), None)
+
+    def plan(self, row: Row, settings: ScoreSettings) -> ServingPlan:
+        """Serving plan of a checkpoint: its K or tree, its best chain, and the rule that judged them."""
         # The best chain is for engines that draft no trees.
         chains = [one for one in self.configs[row.draft, row.step] if not one.config.tree]
         best = best_config(chains, settings.tie_share) if row.config.tree else row
@@ -180,14 +186,16 @@ def _check_given_times(space: Workspace, load: LoadSettings) -> None:
         raise failed[0]
 
 
-def score_stage(stages: Stages, drafts: Collection[str]) -> Scored | None:
+def score_stage(stages: Stages, drafts: Collection[str], start: Start | None = None) -> Scored | None:
     """Score every checkpoint of these drafts on the selection split, prompt lookup beside them; choose, and show it.
 
-    All ranks count; None on those that are not the first.
+    `start`: what a retraining started from, scored as step 0; the first rank's is enough. All ranks count; None on
+    those that are not the first.
     """
     trained = {name: stages.training(name) for name in drafts}
-    folders = {(name, step): path for name, done in trained.items() for step, path in checkpoints_of(done).items()}
-    return _score(stages, folders, {name: done.fingerprint for name, done in trained.items()})
+    folders = {} if start is None else {start.checkpoint: start.folder}
+    folders |= {(name, step): path for name, done in trained.items() for step, path in checkpoints_of(done).items()}
+    return _score(stages, folders, {name: done.fingerprint for name, done in trained.items()}, start)
 
 
 def score_foreign(stages: Stages, path: Path) -> Scored | None:
@@ -204,7 +212,9 @@ def score_foreign(stages: Stages, path: Path) -> Scored | None:
     return _score(stages, {(shown, 0): path}, fingerprint.file_digests(path))
 
 
-def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[str, str]) -> Scored | None:
+def _score(
+    stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[str, str], start: Start | None = None
+) -> Scored | None:
     """Score drafts, prompt lookup beside them, and choose the one with the best expected speed-up.
 
     `folders`: the folder of each checkpoint. `digests`: by name, digests of what is scored, which name the stage. None
@@ -250,12 +260,13 @@ def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[
     # 4) Choose by expected speed-up, counts times costs.
     tables = [result.table for result in results.values()]
     configs = config_rows(tables, times, settings, [LOOKUP])
-    # Columns for people that decide nothing: perplexity, share of the answers counted, and the trained-for target.
+    # Columns for people that decide nothing: perplexity, share of the answers counted, trained-for target, start.
     perplexities = {one: result.perplexity for one, result in results.items() if result.perplexity is not None}
     shares = {one: result.share for one, result in results.items()}
     others = {one: trained_for(folder, space.target_fingerprint) for one, folder in folders.items()}
+    starts = {} if start is None else {start.checkpoint: start.version.reference}
     rows = [
-        replace(row, trained_for=others.get((row.draft, row.step), ""))
+        replace(row, trained_for=others.get((row.draft, row.step), ""), start=starts.get((row.draft, row.step), ""))
         for row in leaderboard(tables, times, settings, [LOOKUP], perplexities, shares, configs)
     ]
     # The same by domain, and what follows from both.
@@ -263,7 +274,7 @@ def _score(stages: Stages, folders: Mapping[Checkpoint, Path], digests: Mapping[
     sentences = serving_advice(rows, domains, settings)
     table = counts.concat(tables)
     scored = Scored(
-        stage, space.target_fingerprint, table, times, rows, domains, sentences, configs, dict(folders), trees
+        stage, space.target_fingerprint, table, times, rows, domains, sentences, configs, dict(folders), trees, start
     )
 
     # 5) Keep and show it.

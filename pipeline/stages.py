@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,7 @@ from ..errors import DraftforgeError, MissingFileError
 from ..eval.settings import SELECTION_SPLIT
 from ..eval.training_eval import SampledScore
 from ..progress import say
+from ..registry.lineage import Version
 from ..specdec.formats import META_FILE
 from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.targets import resolve_device
@@ -295,6 +296,20 @@ def _training_scorer(space: Workspace, settings: Settings, data: Capture) -> Sam
         return None
     samples, K = data.samples(SELECTION_SPLIT), settings.draft_tokens
     return SampledScore(lambda: space.target, samples, space.recipe.score, K, settings.score_conversations)
+
+
+class Start(NamedTuple):
+    """Start of a retraining: the champion whose weights drafts begin with. It is scored as it is, as step 0."""
+
+    version: Version
+    folder: Path
+    drafts: tuple[str, ...]
+    """Names of the drafts that start from it; it is listed under the first."""
+
+    @property
+    def checkpoint(self) -> tuple[str, int]:
+        """Name and step that it is listed under."""
+        return self.drafts[0], 0
 
 
 def checkpoints_of(stage: Stage) -> dict[int, Path]:

@@ -14,6 +14,9 @@ worse by the margin in any domain gets through with at most the error of that do
 test: Berger, Technometrics 24(4), 1982). What more domains cost is power, and the decision says how many clusters are
 missing.
 
+**Better than its start.** The heir of a retraining must be shown to be faster, on this target, than the champion that
+its training started from: the lower end of the paired difference must lie above 0.
+
 Clusters count, not conversations: near-duplicates accept alike, and all intervals are of clusters
 (`eval.acceptance.estimate`).
 """
@@ -97,9 +100,12 @@ class Figures(_Record):
 
 
 class Baseline(_Record):
-    """Prompt lookup on the holdout, at the K that is best for it on the selection split."""
+    """Prompt lookup, or the start of a retraining, on the holdout, at what is best for it on the selection split."""
 
+    name: str
+    """"prompt lookup", or the version, `name/number`."""
     draft_tokens: int = Field(ge=1)
+    """K, or the levels of the tree."""
     speedup: Interval
     difference: Interval
     """Candidate's expected speed-up minus this one's, paired by conversation."""
@@ -128,6 +134,8 @@ class Evidence(_Record):
     """Share by which expected speed-ups may be off, as fitted times are; 0: times are measured as they are used."""
     lookup: Baseline | None = None
     """Prompt lookup; None: it was not measured."""
+    start: Baseline | None = None
+    """The champion that the candidate's retraining started from; None: it is no heir."""
     lossless: bool | None
     """Greedy speculative output equals plain greedy output in the self-test; None: it compared nothing."""
     export_reads_back: bool
@@ -175,6 +183,8 @@ class Decision(_Record):
     reasons: list[str]
     worth_serving: bool | None = None
     """Whether it is shown to beat plain decoding and prompt lookup; None: nothing was measured."""
+    beats_start: bool | None = None
+    """Whether it is shown to beat what its retraining started from; None: it is no heir."""
     numbers: Numbers = Numbers()
     compared: str | None = None
     champion_lost: bool = False
@@ -216,6 +226,13 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
     unproven = _against_plain(evidence, max(settings.min_speedup, 1.0)) + _against_lookup(evidence)
     against += unproven if settings.min_speedup >= 1 else _against_plain(evidence, settings.min_speedup)
     supporting += unproven or _worth_serving(evidence)
+    # An heir must be shown to beat its start.
+    start = evidence.start
+    no_better = [] if start is None else _against_start(evidence, start)
+    against += no_better
+    if start is not None:
+        gained = _signed(start.difference)
+        supporting.append(f"better than its start, {start.name} as it is ({_times(start.speedup)}), by {gained}")
     # 2) The comparison, where there is something to compare with.
     numbers = Numbers(evidence=evidence, settings=settings)
     lost = []
@@ -238,6 +255,7 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
         promote=not against,
         reasons=[*(against or supporting), *lost],
         worth_serving=not unproven,
+        beats_start=None if start is None else not no_better,
         numbers=numbers,
         compared=evidence.compared,
         champion_lost=bool(lost),
@@ -329,6 +347,18 @@ def _against_lookup(evidence: Evidence) -> list[str]:
         f"not shown to beat prompt lookup: {_times(speedup)}, prompt lookup at K = {lookup.draft_tokens} "
         f"{_times(lookup.speedup)}, a difference of {_signed(lookup.difference)}, whose lower end must lie above "
         f"{above}; {instead}"
+    ]
+
+
+def _against_start(evidence: Evidence, start: Baseline) -> list[str]:
+    """Reason against an heir that is not shown to beat what its retraining started from."""
+    if start.difference.low > 0:
+        return []
+    more = _how_many_more(more_clusters(start.difference, 0.0, evidence.confidence))
+    return [
+        f"not shown to be better than its start, {start.name} as it is: {_times(evidence.candidate.speedup)} against "
+        f"{_times(start.speedup)}, a difference of {_signed(start.difference)}, whose lower end must lie above 0; "
+        f"{more}"
     ]
 
 

@@ -112,6 +112,16 @@ def test_the_head_of_a_draft_that_is_not_worth_serving_is_amber(promote: bool, k
     assert f".decision.{kind}" in amber and "var(--warn-paper)" in amber
 
 
+def test_a_retraining_that_brings_nothing_better_says_so() -> None:
+    records = sample_records(promote=False)
+    assert records.promotion is not None
+    reason = "no heir is better than its start, demo-0123456789ab/3, which stays champion"
+    decided = {"promote": False, "reasons": [reason], "worth_serving": None}
+    found = decision_summary(records.scores, {**records.promotion, "decision": decided, "holdout": {"rows": []}})
+    assert found.kind == "refused" and found.title == "demo-0123456789ab/3 stays the champion: no heir is better"
+    assert found.reasons == [reason] and found.split == "selection" and "No gate" not in found.paragraph
+
+
 def test_without_a_gate_the_selection_split_speaks() -> None:
     records = replace(sample_records(), promotion=None, mix=None, lineage=())
     decision = decision_summary(records.scores, None)

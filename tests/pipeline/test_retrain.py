@@ -57,6 +57,9 @@ def test_a_changed_target_gets_a_draft_that_starts_from_the_old_one(
     assert causes["acceptance"].numbers["paired"] is True  # the same holdout, answered by both targets
     runs = space.tracking.client.search_runs([space.tracking.experiment_id])
     assert {run.info.status for run in runs} == {"FINISHED"}
+    # Its start, the old champion as it is, was scored beside its heirs.
+    (start,) = (row for row in done.outcome.scored.rows if row.start)
+    assert (start.step, start.start) == (0, first.version.reference) and start.tau.value >= 1
     assert done.outcome.version.lineage.parent == first.version.reference
     assert champion(space.tracking, space.target_fingerprint) is not None  # the old target keeps its draft
     now = champion(after.tracking, after.target_fingerprint)

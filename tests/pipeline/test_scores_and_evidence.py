@@ -1,9 +1,10 @@
 """What the leaderboard and the gate are given, with counts made up: no model runs here."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import loads
 import pyarrow as pa
@@ -13,13 +14,16 @@ from draftforge.errors import CorruptDataError, LostFilesError, TrackingError
 from draftforge.eval.costs import CostKey, CostTable
 from draftforge.eval.counts import CountRow, to_table
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
-from draftforge.eval.leaderboard import leaderboard
+from draftforge.eval.leaderboard import Row, leaderboard
 from draftforge.eval.score import Identity
-from draftforge.pipeline import promotion, scoring
-from draftforge.pipeline.stages import Stage, Stages
+from draftforge.pipeline import holdout, promotion, scoring
+from draftforge.pipeline.distill import Outcome, exit_code
+from draftforge.pipeline.holdout import HoldoutScore
+from draftforge.pipeline.promotion import REFUSED
+from draftforge.pipeline.stages import Stage, Stages, Start
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
-from draftforge.registry.gate import GateSettings, decide
+from draftforge.registry.gate import Decision, GateSettings, decide
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 from draftforge.specdec.serving_plan import ServingPlan
 from draftforge.storage import write_json
@@ -86,6 +90,11 @@ def test_names_with_dots_keep_their_counts_apart(write_recipe: WriteRecipe, monk
         }
 
 
+LOOKUP_ROW = SimpleNamespace(draft="lookup", config=DraftConfig(1), baseline=True)
+SCORED: Any = SimpleNamespace(rows=[LOOKUP_ROW], start=None, start_row=None)
+"""What the selection split says of prompt lookup."""
+
+
 def test_the_gate_hears_of_the_conversations_that_were_scored(
     write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,13 +102,14 @@ def test_the_gate_hears_of_the_conversations_that_were_scored(
     space = Workspace(load_recipe(write_recipe()))
     table = counts_of("candidate", 4, 50.0, conversations=3)
     (row,) = leaderboard([table], {("candidate", 4): costs_of()}, space.recipe.score)
-    monkeypatch.setattr(promotion, "_measure", lambda *args: promotion._HoldoutScore(row, table, costs_of(), True))
-    monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
-    version, scorer, kept = None, MadeUpScorer(space), list[Any]()
-    monkeypatch.setattr(promotion, "keep_counts", lambda tracking, version, table: kept.append(table))
-    evidence, seen = promotion._evidence(space, scorer, version, None, DraftConfig(1))  # type: ignore[arg-type]
-    assert evidence.conversations == 3
-    assert [one["draft"] for one in seen["rows"]] == ["lookup", "candidate"] and kept == [table]
+    monkeypatch.setattr(holdout, "measure_version", lambda *args: HoldoutScore(row, table, costs_of(), True))
+    monkeypatch.setattr(holdout, "holdout_overlap", lambda *args: 0)
+    scorer: Any = MadeUpScorer(space)
+    version: Any = None
+    measured = holdout.measure_holdout(space, scorer, SCORED, version, None)
+    assert holdout.evidence(space, scorer, measured, version, None, None).conversations == 3
+    seen = holdout.show_holdout(scorer, measured)
+    assert [one["draft"] for one in seen["rows"]] == ["lookup", "candidate"]
     said = capsys.readouterr().out
     assert "On the holdout" in said and "lookup" in said  # what the decision rests on is shown beside the baseline
 
@@ -137,20 +147,127 @@ def test_the_gate_knows_an_equal_a_worse_and_a_better_draft(
     space = Workspace(load_recipe(write_recipe()))
     tables = {"candidate": uneven("candidate", gain, noise), "champion": uneven("champion", 0.0, 0.0)}
 
-    def measured(space: Any, scorer: Any, version: Any, name: str) -> promotion._HoldoutScore:
+    def measured(space: Any, scorer: Any, version: Any, name: str) -> HoldoutScore:
         (row,) = leaderboard([tables[name]], {(name, 4): costs_of()}, space.recipe.score)
-        return promotion._HoldoutScore(row, tables[name], costs_of(), True)
+        return HoldoutScore(row, tables[name], costs_of(), True)
 
-    monkeypatch.setattr(promotion, "_measure", measured)
-    monkeypatch.setattr(promotion, "holdout_overlap", lambda *args: 0)
-    monkeypatch.setattr(promotion, "_show_holdout", lambda *args: None)
+    monkeypatch.setattr(holdout, "measure_version", measured)
+    monkeypatch.setattr(holdout, "holdout_overlap", lambda *args: 0)
     monkeypatch.setattr(Workspace, "tracking", None)
-    monkeypatch.setattr(promotion, "keep_counts", lambda *args: None)
-    scorer, version, champion = MadeUpScorer(space), None, SimpleNamespace(reference="m/1")
-    evidence, _ = promotion._evidence(space, scorer, version, champion, DraftConfig(1))  # type: ignore[arg-type]
+    scorer: Any = MadeUpScorer(space)
+    version: Any = None
+    champion: Any = SimpleNamespace(reference="m/1")
+    found = holdout.measure_holdout(space, scorer, SCORED, version, champion)
+    evidence = holdout.evidence(space, scorer, found, version, champion, None)
     assert evidence.domains.keys() == {"chat", "code"} and evidence.domains["chat"].conversations == 20
     decision = decide(evidence, GateSettings())
     assert decision.promote is promoted and any(words in reason for reason in decision.reasons), decision.reasons
+
+
+class Promotion(NamedTuple):
+    """What a promotion came to."""
+
+    registered: list[str]
+    outcome: tuple[Any, Decision]
+    record: dict[str, Any]
+
+
+def promoted_after_a_retraining(
+    monkeypatch: pytest.MonkeyPatch, space: Workspace, heir: pa.Table, start: pa.Table, chosen: str, current: Any
+) -> Promotion:
+    """The promotion of an heir, or of its start, where these are their counts on the holdout."""
+    tables = {"candidate": heir, "start": start, "champion": start}
+    (row,) = leaderboard([heir], {("candidate", 4): costs_of()}, space.recipe.score)
+    rows = {
+        "heir": replace(row, draft="small", step=4, chosen=chosen == "heir"),
+        "start": replace(row, draft="small", step=0, chosen=chosen == "start", start="old/1"),
+    }
+    old: Any = SimpleNamespace(reference="old/1", lineage=SimpleNamespace(step=4))
+    scored: Any = SimpleNamespace(
+        rows=[*SCORED.rows, *rows.values()],
+        chosen=rows[chosen],
+        start=Start(old, Path("old"), ("small",)),
+        start_row=rows["start"],
+        stage=Stage(space.root, "s"),
+        plan=lambda row, settings: ServingPlan.chain(1),
+    )
+    registered, records = [], []
+
+    def register(stages: Any, run: str, scored: Any, scorer: Any, row: Row) -> Any:
+        registered.append("start" if row.start else "heir")
+        same = row.start and current is not None and current.reference == "old/1"
+        return old if same else SimpleNamespace(reference=f"new/{len(registered)}", lineage=SimpleNamespace(step=4))
+
+    def measured(scorer: Any, draft: Any, plan: Any, identity: Identity) -> HoldoutScore:
+        table = tables[identity.name]
+        (row,) = leaderboard([table], {(identity.name, 4): costs_of()}, space.recipe.score)
+        return HoldoutScore(replace(row, chosen=False), table, costs_of(), True)
+
+    monkeypatch.setattr(Workspace, "tracking", None)
+    monkeypatch.setattr(promotion, "Scorer", lambda *args: MadeUpScorer(space))
+    monkeypatch.setattr(promotion, "_register", register)
+    monkeypatch.setattr(promotion, "champion", lambda *args: current)
+    monkeypatch.setattr(promotion, "promote", lambda tracking, decision, version: decision)
+    monkeypatch.setattr(promotion, "keep_counts", lambda *args: None)
+    monkeypatch.setattr(promotion, "_write_record", lambda *args: records.append(args[-1]))
+    monkeypatch.setattr(holdout, "_measure", measured)
+    monkeypatch.setattr(holdout, "measure_version", lambda *args: measured(None, None, None, Identity(args[-1], 4)))
+    monkeypatch.setattr(holdout, "holdout_overlap", lambda *args: 0)
+    stages: Any = SimpleNamespace(space=space, captured=None)
+    outcome = promotion.promote_stage(stages, "run", scored)
+    return Promotion(registered, outcome, records[0])
+
+
+@pytest.mark.parametrize(
+    ("gain", "least", "same_target", "registered", "promoted", "words"),
+    [
+        (0.15, 1.0, False, ["heir"], True, "better than its start, old/1 as it is (1.14x"),
+        (0.0, 1.0, False, ["heir", "start"], True, "old/1 as it is: no heir is shown to be better"),
+        (-0.15, 1.0, False, ["heir", "start"], True, "worth serving: expected speed-up over plain decoding 1.14x"),
+        (0.0, 1.3, False, ["heir"], False, "not shown to be better than its start, old/1 as it is: 1.14x"),
+        (0.0, 1.0, True, ["heir"], False, "not shown to be better than its start, old/1 as it is: 1.14x"),
+        (0.15, 1.0, True, ["heir"], True, "faster than champion old/1"),
+    ],
+)
+def test_an_heir_that_is_no_better_gives_way_to_its_start(
+    write_recipe: WriteRecipe,
+    monkeypatch: pytest.MonkeyPatch,
+    gain: float,
+    least: float,
+    same_target: bool,
+    registered: list[str],
+    promoted: bool,
+    words: str,
+) -> None:
+    """On a new target the start is promoted in its place, if it is worth serving; a champion simply stays."""
+    space = Workspace(load_recipe(write_recipe(gate={"min_speedup": least})))
+    current = SimpleNamespace(reference="old/1", lineage=SimpleNamespace(step=4)) if same_target else None
+    heir, start = uneven("candidate", gain, 0.02), uneven("champion" if same_target else "start", 0.0, 0.0)
+    found = promoted_after_a_retraining(monkeypatch, space, heir, start, "heir", current)
+    version, decision = found.outcome
+    assert found.registered == registered and decision.promote is promoted
+    assert version.reference == f"new/{len(registered)}" and any(words in one for one in decision.reasons)
+    names = [row["draft"] for row in found.record["rows"]]
+    assert names[:2] == ["lookup", "candidate"] and names[2:] == (
+        ["heir"] if len(registered) == 2 else ["champion"] if same_target else ["start"]
+    )
+
+
+def test_a_start_that_no_heir_comes_up_to_stays_champion_or_becomes_one(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = Workspace(load_recipe(write_recipe(gate={"min_speedup": 1})))
+    table = uneven("candidate", 0.0, 0.0)
+    old = SimpleNamespace(reference="old/1", lineage=SimpleNamespace(step=4))
+    stays = promoted_after_a_retraining(monkeypatch, space, table, table, "start", old)
+    assert stays.outcome[0].reference == "old/1" and exit_code(Outcome(SCORED, *stays.outcome)) == REFUSED
+    (reason,) = stays.outcome[1].reasons
+    assert reason.startswith(
+        "no heir is better than its start, old/1, which stays champion: on the selection split 1.1"
+    )
+    assert ", at best 1.14x [" in reason and reason.endswith("by small step 4 at K=1") and stays.record == {"rows": []}
+    new = promoted_after_a_retraining(monkeypatch, space, table, table, "start", None)
+    assert new.registered == ["start"] and new.outcome[1].promote and new.outcome[1].beats_start is None
 
 
 def test_a_champion_is_measured_as_the_registry_has_it(
@@ -165,13 +282,24 @@ def test_a_champion_is_measured_as_the_registry_has_it(
         asked.append(options)
         raise error
 
-    monkeypatch.setattr(promotion, "resolve_models_uri", resolve)
+    monkeypatch.setattr(holdout, "resolve_models_uri", resolve)
     version: Any = SimpleNamespace(uri="models:/m/1")
+    scorer: Any = MadeUpScorer(space)
+    table = counts_of("candidate", 4, 50.0)
+    (row,) = leaderboard([table], {("candidate", 4): costs_of()}, space.recipe.score)
+    measure = holdout.measure_version
+
+    def candidate_or_champion(space: Workspace, scorer: Any, version: Any, name: str) -> HoldoutScore:
+        known = HoldoutScore(row, table, costs_of(), True)
+        return known if name == "candidate" else measure(space, scorer, version, name)
+
+    monkeypatch.setattr(holdout, "measure_version", candidate_or_champion)
     error: Exception = LostFilesError("file:///x/config.json: is missing")
-    assert promotion._measure_champion(space, None, version) == (None, str(error))  # type: ignore[arg-type]
+    measured = holdout.measure_holdout(space, scorer, SCORED, version, version)
+    assert (measured.champion, measured.champion_lost) == (None, str(error))
     error = TrackingError("no answer")
     with pytest.raises(TrackingError):
-        promotion._measure_champion(space, None, version)  # type: ignore[arg-type]
+        holdout.measure_holdout(space, scorer, SCORED, version, version)
     assert asked == [{"afresh": True}] * 2
 
 
@@ -180,7 +308,7 @@ def test_a_champion_is_measured_at_its_own_k_though_the_recipe_scores_others(
 ) -> None:
     space = Workspace(load_recipe(write_recipe(score={"draft_tokens": [1, 2]})))
     monkeypatch.setattr(Workspace, "tracking", None)
-    monkeypatch.setattr(promotion, "resolve_models_uri", lambda *args, **options: Path("draft"))
+    monkeypatch.setattr(holdout, "resolve_models_uri", lambda *args, **options: Path("draft"))
     version: Any = SimpleNamespace(uri="models:/m/1", lineage=SimpleNamespace(step=4))
     timed: list[tuple[int, ...]] = []
 
@@ -200,7 +328,7 @@ def test_a_champion_is_measured_at_its_own_k_though_the_recipe_scores_others(
             return loads.batch_one_table(key, 0.03, {str(K): (0.01, 0.03, 0.0) for K in (1, 2, 7)})
 
     for K, shape in ((2, (1, 2)), (7, (7,))):  # the times of all that the recipe scores, or of its own alone
-        found = promotion._measure(space, Loaded(space), version, "champion")  # type: ignore[arg-type]
+        found = holdout.measure_version(space, Loaded(space), version, "champion")  # type: ignore[arg-type]
         assert found.row.config == DraftConfig(K) and set(found.table["draft_tokens"].to_pylist()) == {K}
         assert timed[-1] == shape
 

@@ -109,8 +109,10 @@ def test_a_drifted_mix_is_stale_whatever_acceptance_says(
     distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     later(tmp_path, "billing", 60)
-    starts: list[tuple[str | None, object]] = []
-    monkeypatch.setattr(retraining, "distill", lambda space, parent, mix, notes: starts.append((parent, notes)))
+    starts: list[tuple[str, object]] = []
+    monkeypatch.setattr(
+        retraining, "distill", lambda space, start, mix, notes: starts.append((start.version.reference, notes))
+    )
     found = retrain_champion(Workspace(small(distilled))).staleness
     drift = next(cause for cause in found.causes if cause.kind == "drift")
     assert drift.verdict == "stale" and "billing" in str(drift.numbers["moved"]) and "the mix drifted" in drift.text
@@ -129,6 +131,7 @@ def test_a_dry_run_changes_nothing(
     said = capsys.readouterr().err
     assert found.stale and contents(work) == before
     assert f"would train small: 4 steps, warm, from {version.reference}: to do" in said
+    assert f"would score {version.reference} as it is beside them, as step 0" in said
     assert f"would score, register, and meet the gate against champion {version.reference}" in said
     shutil.rmtree(work)
     assert not dry_run(small(distilled)).champion and not work.exists()

@@ -36,7 +36,7 @@ def drafted(value: float, low: float, high: float, clusters: int = 40) -> dict[s
 def looked_up(value: float, ahead: float, low: float, high: float) -> dict[str, Any]:
     """Prompt lookup at K = 3: its speed-up, give or take 0.02, and how far the candidate is ahead of it."""
     ends = interval(value, value - 0.02, value + 0.02)
-    return {"draft_tokens": 3, "speedup": ends, "difference": interval(ahead, low, high)}
+    return {"name": "prompt lookup", "draft_tokens": 3, "speedup": ends, "difference": interval(ahead, low, high)}
 
 
 GOOD["candidate"], GOOD["champion"] = drafted(1.32, 1.25, 1.39), drafted(1.2, 1.13, 1.27)
@@ -218,6 +218,22 @@ def test_a_draft_that_prompt_lookup_equals_is_refused_with_both_figures() -> Non
     # Fitted times may be off by more than the lead.
     fitted = decide(first(lookup=looked_up(1.25, 0.07, 0.05, 0.09), fit_error=0.05), GateSettings())
     assert not fitted.promote and "must lie above 0.07, the error of fitted times" in fitted.reasons[0]
+
+
+@pytest.mark.parametrize(("low", "promoted"), [(-0.01, False), (0.0, False), (0.001, True)])
+def test_an_heir_must_be_shown_to_beat_its_start(low: float, promoted: bool) -> None:
+    start = {
+        "name": "old/7",
+        "draft_tokens": 3,
+        "speedup": interval(1.25, 1.2, 1.3),
+        "difference": interval(0.07, low, 0.2),
+    }
+    decision = decide(first(start=start), GateSettings())
+    assert decision.promote is promoted and decision.beats_start is promoted and decision.worth_serving
+    said = "not shown to be better than its start, old/7 as it is: 1.32x [1.25, 1.39] against 1.25x [1.20, 1.30], a"
+    better = "better than its start, old/7 as it is (1.25x [1.20, 1.30]), by +0.07 [+0.00, +0.20]"
+    assert better in decision.reasons if promoted else decision.reasons[0].startswith(said)
+    assert decide(first(), GateSettings()).beats_start is None
 
 
 def test_a_lower_min_speedup_is_a_choice_that_is_said() -> None:

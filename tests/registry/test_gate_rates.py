@@ -91,6 +91,7 @@ def share_worth_serving(over_plain: float, over_lookup: float, clusters: int, mi
     for one in holdouts(mix, clusters, SIMULATED, over_lookup):
         times = (1 + over_plain) / TAU
         lookup = Baseline(
+            name="prompt lookup",
             draft_tokens=K,
             speedup=figures(one.tokens_C, one.other_C, times).speedup,
             difference=Interval.of(difference(one).scaled(times)),
