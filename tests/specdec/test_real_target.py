@@ -25,7 +25,7 @@ def test_greedy_output_is_byte_equal_and_nearly_all_drafts_are_right(real_target
     target = Target.load(TargetSettings(model=str(real_target), device="cpu"))
     tokenizer, itself = target.tokenizer, SmallDraft(target.model)
     asked = [render(tokenizer, [Message(role="user", content=text)], None, {}) for text in QUESTIONS]
-    requests = [Request(ids, SamplingSettings(), 0, 15, target.stop_ids) for ids in asked]
+    requests = [Request(ids, SamplingSettings(), 0, 20, target.stop_ids) for ids in asked]
     plain = dict(generate(target, None, requests, batch_size=2))
     cascade = CascadeProposer(itself, PromptLookup())
     by_text = ForeignProposer(ForeignDraft.from_tokenizers(itself, tokenizer, tokenizer, target.vocab_size))
