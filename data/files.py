@@ -473,7 +473,7 @@ def _table_errors(path: Path, where: str) -> Iterator[None]:
 def _checked_row(row: dict[Any, Any], where: str) -> dict[str, str]:
     if None in row or None in row.values():
         raise InputError(f"{where}: has not as many values as the header has names")
-    return row
+    return {name: value for name, value in row.items() if value}  # an empty cell is no value
 
 
 def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:

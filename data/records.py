@@ -16,8 +16,8 @@ from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from .conversation import ROLES, Conversation, Engine, Message, PromptEnd, Role, turn_ends
-from .logs.chat import MOST_TOKENS, LeftOut, Timing, decoded
-from .logs.parsing import seconds
+from .logs.chat import MOST_TOKENS, LeftOut, Timing, body_of, decoded
+from .logs.parsing import number, seconds
 from .served_request import (
     Lookup,
     prompt_of,
@@ -32,6 +32,29 @@ _ID_DIGITS = 24
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
 _SAMPLING_FIELDS = tuple(SamplingSettings.model_fields)
 _LIMIT_FIELDS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
+_NUMBERS = frozenset(
+    (
+        *(*_SAMPLING_FIELDS, *_LIMIT_FIELDS, "prompt_tokens", "answer_tokens", "truncate_prompt_tokens"),
+        *("frequency_penalty", "presence_penalty", "min_tokens", "thinking_token_budget"),
+    )
+)
+_FLAGS = frozenset(
+    (
+        *("add_special_tokens", "add_generation_prompt", "continue_final_message"),
+        *("ignore_eos", "use_beam_search", "watermarking"),
+    )
+)
+_OBJECTS = frozenset(
+    (
+        *("request", "extra_body", "chat_template_kwargs", "documents", "reasoning", "reasoning_effort"),
+        *("response_format", "tool_choice", "logit_bias", "session_params", "kv_transfer_params"),
+    )
+)
+_MEDIA: dict[Shape, tuple[str, ...]] = {
+    "messages": ("images", "videos", "audios"),
+    "sharegpt": ("images", "videos", "audios", "image", "video", "audio"),
+}
+"""Fields beside a conversation that hold what its text has marks for (`<image>`), by shape."""
 _SHAREGPT_ROLES: dict[str, Role] = {
     "human": "user",
     "gpt": "assistant",
@@ -92,7 +115,8 @@ class Record:
         """Hash of what the target is shown (messages, tools, template arguments), so exact copies share it."""
         shown = [[message.record() for message in self.messages], self.tools, dict(self.template_args or {})]
         # What is not as in most conversations counts too.
-        form = {"turn_by_turn": self.turn_by_turn, "prompt_end": self.prompt_end, "engine": self.engine}
+        engine = self.engine if _matters(self.messages, self.prompt_end) else "vllm"
+        form = {"turn_by_turn": self.turn_by_turn, "prompt_end": self.prompt_end, "engine": engine}
         unusual = {name: value for name, value in form.items() if value != _USUAL[name]}
         return _digest([*shown, unusual] if unusual else shown)
 
@@ -134,16 +158,20 @@ def parse(
     # 1) The line, and the request that it may wrap.
     if not isinstance(line, dict):
         raise InputError(f"{where}: is a JSON {_json_type(line)}; must be an object")
-    request = line.get("request")
-    inner = request if isinstance(request, dict) else {}
+    line = _from_table(line)
+    wrapped = isinstance(line.get("request"), dict)
+    inner = line["request"] if wrapped else {}
+    body = _body(inner if wrapped else line, where)
+    fields = body | {name: value for name, value in line.items() if value is not None} if wrapped else body
 
     def lookup(name: str) -> Any:
-        return line[name] if line.get(name) is not None else inner.get(name)
+        return fields.get(name)
 
     # 2) Messages: the prompt, and the logged answer where the turn before it was opened.
     timed = timing or timing_of(line, where)
     engine = _engine(source)
-    refuse_what_cannot_be_made_again(lookup, inner, timed.prompt_tokens, engine, where)
+    refuse_what_cannot_be_made_again(lookup, body, timed.prompt_tokens, engine, where)
+    _refuse_media(lookup, shape, where)
     messages = _PARSERS[shape](lookup, engine, where)
     prompt_end: PromptEnd = "opened"
     if shape == "messages":
@@ -158,12 +186,12 @@ def parse(
         template_args={**source.template_args, **template_args(lookup, engine, where)},
         turn_by_turn=shape in ("turns", "prompts") and len(messages) > 1,
         prompt_end=prompt_end,
-        engine=engine if _matters(messages, prompt_end) else "vllm",
+        engine=engine,
         sampling=_sampling(lookup, where),
         max_new_tokens=_max_new_tokens(lookup, where),
         group=_group(source, lookup, where),
         source=index,
-        unfollowed=tuple(unfollowed(inner)),
+        unfollowed=tuple(unfollowed(body)),
         where=where,
         **timed._asdict(),
     )
@@ -209,15 +237,58 @@ def timing_of(line: Mapping[str, Any], where: str) -> Timing:
     )
 
 
+def _from_table(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, those of a request as values where a table holds them as text."""
+    return {name: _value(name, value) if isinstance(value, str) else value for name, value in line.items()}
+
+
+def _value(name: str, text: str) -> Any:
+    if name in _OBJECTS:
+        return decoded(text)
+    if name in _FLAGS:
+        return {"true": True, "false": False}.get(text.strip().lower(), text)
+    found = number(text) if name in _NUMBERS else None
+    if found is None:
+        return text
+    return int(found) if found.is_integer() else found
+
+
+def _body(request: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The body of a request as the engine takes it. Raises LeftOut for an effort that is no word."""
+    body = body_of(_from_table(request))
+    # LiteLLM takes an effort with more about it, of which the engine gets the word.
+    effort = body.get("reasoning_effort")
+    if isinstance(effort, Mapping):
+        effort = body["reasoning_effort"] = effort.get("effort")
+        if effort is None:
+            raise LeftOut(where, "reasoning effort in an unread form")
+    if effort is not None and not isinstance(effort, str):
+        raise LeftOut(where, "reasoning effort in an unread form")
+    # A prompt that another server has tokenized comes with what it hands over.
+    handed = body.get("kv_transfer_params")
+    if isinstance(handed, Mapping) and handed.get("prompt_token_ids") is not None:
+        body["prompt_token_ids"] = handed["prompt_token_ids"]
+    return body
+
+
+def _refuse_media(lookup: Lookup, shape: Shape, where: str) -> None:
+    """Raise LeftOut for a conversation with images, videos or audio beside it."""
+    for name in _MEDIA.get(shape, ()):
+        media = decoded(lookup(name))
+        if media and isinstance(media, (list, dict, str) if shape == "sharegpt" else (list, dict)):
+            raise LeftOut(where, "message part that is not text")
+
+
 def _engine(source: FileSource | DatasetSource | TargetSource) -> Engine:
     """Engine whose server made prompts of the requests."""
     return source.engine or ("sglang" if source.kind == "sglang" else "vllm")
 
 
 def _matters(messages: Sequence[Message], prompt_end: PromptEnd) -> bool:
-    """Whether engines differ in what they show the template of some messages."""
+    """Whether engines differ in what they show a template that takes text; one that loops over parts counts not."""
     in_parts = any(isinstance(message.content, list) and message.content for message in messages)
-    return in_parts or any(message.tool_calls for message in messages) or prompt_end in ("prefill", "after_answer")
+    called = any(message.tool_calls or message.reasoning is not None for message in messages)
+    return in_parts or called or prompt_end in ("prefill", "after_answer")
 
 
 def _messages(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
@@ -233,12 +304,17 @@ def _message(raw: Any, engine: Engine, where: str) -> Message:
         raise InputError(f"{where}: unknown role {_quoted(role)}; must be one of {', '.join(ROLES)}")
     if role == "developer" and raw.get("tools"):
         raise LeftOut(where, "tools inside a message")
+    # Text under another name than engines know would be asked as an empty message.
+    said = ("content", "tool_calls", "reasoning", "reasoning_content")
+    elsewhere = any(raw.get(name) for name in ("parts", "text"))
+    if (elsewhere and not raw.get("content")) or not any(name in raw for name in said):
+        raise LeftOut(where, "messages in an unread form")
     # vLLM takes reasoning under either name, SGLang under one.
     names = ("reasoning", "reasoning_content") if engine == "vllm" else ("reasoning_content",)
     reasoning = next((raw[name] for name in names if raw.get(name) is not None), None)
     fields = {
         "role": role,
-        "content": _content(raw.get("content"), where),
+        "content": _content(raw.get("content"), engine, where),
         "reasoning": reasoning if role == "assistant" else None,
         "name": raw.get("name"),
         "tool_call_id": raw.get("tool_call_id"),
@@ -247,8 +323,9 @@ def _message(raw: Any, engine: Engine, where: str) -> Message:
     return _validated(Message, fields, where)
 
 
-def _content(content: Any, where: str) -> str | list[str]:
-    """Text of a message's content, or its text parts where there are several. Raises LeftOut for other parts."""
+def _content(content: Any, engine: Engine, where: str) -> str | list[str]:
+    """Text of a message's content, or its text parts where there are several; SGLang tells one part from a text.
+    Raises LeftOut for other parts."""
     if content is None or isinstance(content, str):
         return [] if content is None else content
     if not isinstance(content, list):
@@ -263,7 +340,7 @@ def _content(content: Any, where: str) -> str | list[str]:
         if not isinstance(text, str):
             raise LeftOut(where, "message part that is not text")
         parts.append(text)
-    return parts[0] if len(parts) == 1 else parts
+    return parts[0] if len(parts) == 1 and engine == "vllm" else parts
 
 
 def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:

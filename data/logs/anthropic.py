@@ -10,7 +10,24 @@ from typing import Any
 
 from .chat import Reason
 
-_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
+_BLOCKS = ("tool_use", "tool_result")
+_THOUGHTS = ("thinking", "redacted_thinking")
+_OPENAI_ROLES = ("system", "developer", "tool", "function")
+_OPENAI_FIELDS = (
+    *("max_completion_tokens", "reasoning_effort", "frequency_penalty", "presence_penalty", "response_format"),
+    *("n", "seed", "logprobs", "stop"),
+)
+_PASSED_OVER = (
+    *("reasoning", "reasoning_effort", "documents", "chat_template", "add_generation_prompt", "response_format"),
+    *("continue_final_message", "truncate_prompt_tokens", "add_special_tokens", "session_params"),
+    *("prompt_token_ids", "input_ids", "prompt_embeds", "input_embeds", "lora_path", "lora_request", "lora_name"),
+    *("max_completion_tokens", "max_new_tokens", "min_p", "repetition_penalty", "min_tokens", "ignore_eos"),
+    *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "use_beam_search"),
+    *("stop", "stop_token_ids", "stop_regex", "thinking_token_budget", "structured_outputs", "guided_json"),
+    *("guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "json_schema", "structural_tag", "grammar"),
+    *("custom_logit_processor", "logits_processors", "repetition_detection"),
+)
+"""Fields of chat completions that a request of the Messages API has not: the endpoint passes over them."""
 _NOT_SENT_ON = ("system", "stop_sequences", "thinking", "output_config")
 _BILLING = "x-anthropic-billing-header"  # of Claude Code, one a request; vLLM leaves it out
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -25,12 +42,13 @@ def is_request(body: Mapping[str, Any]) -> bool:
         return True
     if isinstance(tools, list) and any(isinstance(tool, Mapping) and "input_schema" in tool for tool in tools):
         return True
-    contents = [message.get("content") for message in _objects(messages)]
-    return any(
-        block.get("type") in _BLOCKS or (block.get("type") == "image" and "source" in block)
-        for content in contents
-        for block in _objects(content)
-    )
+    blocks = [block for message in _objects(messages) for block in _objects(message.get("content"))]
+    if any(block.get("type") in _BLOCKS or (block.get("type") == "image" and "source" in block) for block in blocks):
+        return True
+    # Chat completions know parts with thoughts too.
+    other = any(body.get(name) is not None for name in _OPENAI_FIELDS)
+    other = other or any(message.get("role") in _OPENAI_ROLES for message in _objects(messages))
+    return not other and any(block.get("type") in _THOUGHTS for block in blocks)
 
 
 def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict[str, Any], Reason | None]:
@@ -55,7 +73,8 @@ def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict
             return {}, reason
 
     # 2) The other fields under their names there.
-    request = {name: value for name, value in body.items() if name not in _NOT_SENT_ON} | {"messages": messages}
+    gone = (*_NOT_SENT_ON, *_PASSED_OVER)
+    request = {name: value for name, value in body.items() if name not in gone} | {"messages": messages}
     if body.get("stop_sequences"):
         request["stop"] = body["stop_sequences"]
     if isinstance(output := body.get("output_config"), Mapping):

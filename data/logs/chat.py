@@ -23,6 +23,7 @@ Reason = Literal[
     "message part that is not text",
     "message rewritten by the gateway",
     "messages in an unread form",
+    "reasoning effort in an unread form",
     "tools without their definitions",
     "logged twice",
     "Messages API of SGLang",

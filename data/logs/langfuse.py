@@ -138,15 +138,19 @@ def _message(given: Any) -> dict[str, Any] | None:
 
     # A content that is a list of parts may be encoded once more; calls have names of their own in LangChain.
     extra = inner["additional_kwargs"] if isinstance(inner.get("additional_kwargs"), dict) else {}
-    message = {**extra, **inner, "role": role, "content": _content(inner.get("content"))}
+    message = {**extra, **inner, "role": role}
+    if "content" in inner:
+        message["content"] = _content(inner["content"])
     calls = inner.get("tool_calls") or extra.get("tool_calls")
-    message["tool_calls"] = [_call(call) for call in calls] if isinstance(calls, list) else None
-    return message if not isinstance(message["content"], dict) or _is_tool(message) else None
+    message.pop("tool_calls", None)
+    if isinstance(calls, list):
+        message["tool_calls"] = [_call(call) for call in calls]
+    return message if not isinstance(message.get("content"), dict) or _is_tool(message) else None
 
 
 def _is_tool(message: Mapping[str, Any]) -> bool:
     """Whether a message stands for a tool that could be called: its content is the definition."""
-    content = message["content"]
+    content = message.get("content")
     if message["role"] != "tool" or message.get("tool_call_id") or not isinstance(content, dict):
         return False
     return isinstance(content.get("function"), dict) or ("name" in content and bool(content.keys() & _OF_TOOLS))

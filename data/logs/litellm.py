@@ -8,7 +8,7 @@ from ...errors import InputError
 from . import anthropic
 from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, with_answer
 from .parsing import seconds
-from .response import answer_of, failed, response_of, tells_failure
+from .response import answer_of, failed, is_error, response_of, tells_failure
 
 _CHAT_CALLS = ("completion", "acompletion", "anthropic_messages")
 _RAW_CALLS = ("text_completion", "atext_completion")
@@ -66,8 +66,8 @@ def _failed(payload: Mapping[str, Any]) -> bool:
     """Whether the call failed, by status or error; the `error_information` of one that succeeded is empty."""
     status, error = payload.get("status_fields"), payload.get("error_information")
     told = status.get("llm_api_status") if isinstance(status, Mapping) else None
-    named = isinstance(error, Mapping) and any(error.get(name) for name in ("error_code", "error_class"))
-    return named or bool(payload.get("error_str")) or tells_failure({**payload, "status_code": told})
+    named = isinstance(error, Mapping) and any(is_error(error.get(name)) for name in ("error_code", "error_class"))
+    return named or is_error(payload.get("error_str")) or tells_failure({**payload, "status_code": told})
 
 
 def _chat_request(

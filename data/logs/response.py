@@ -16,11 +16,14 @@ _STATUSES = frozenset(
         *("response_code", "response_status_code", "responseStatus", "state", "outcome", "level"),
     )
 )
+_NO_ERRORS = frozenset(("", "0", "-", "none", "null", "nil", "n/a", "false", "ok", "success", "no error", "not failed"))
+"""What logs write in the place of an error where there was none."""
 _LEAST_FAILURE, _ABOVE_STATUSES = 400, 1000
 _STATUS_LINE = re.compile(r"\s*(?:HTTP/\S+\s+)?(\d{3})(?!\d)")
 _FAILURE = re.compile(
-    r"(?<![a-z])(?<!no )(?:error(?:ed)?|fail(?:s|ed|ure)?|exception|timed?[ _-]?out|refused|rejected|denied|unavailable"
-    r"|overloaded|crashed|bad[ _-]?(?:request|gateway)|unauthori[sz]ed|forbidden|not[ _-]found|too[ _-]many)(?![a-z])",
+    r"(?<![a-z])(?<!no )(?<!not )(?:error(?:ed)?|fail(?:s|ed|ure)?|exception|timed?[ _-]?out|refused|rejected|denied"
+    r"|unavailable|overloaded|crashed|bad[ _-]?(?:request|gateway)|unauthori[sz]ed|forbidden|not[ _-]found"
+    r"|too[ _-]many)(?![a-z])",
     re.IGNORECASE,
 )
 _ERROR_PAGE = re.compile(
@@ -67,14 +70,21 @@ def failed(response: Any) -> bool:
     if not isinstance(choices, list):
         return "content" not in response and ("detail" in response or _is_failure(response.get("code")))
     first = [choice for choice in choices if isinstance(choice, Mapping) and not choice.get("index")]
-    return any(choice.get("error") or choice.get("finish_reason") == "error" for choice in first)
+    return any(is_error(choice.get("error")) or choice.get("finish_reason") == "error" for choice in first)
 
 
 def tells_failure(holder: Mapping[str, Any]) -> bool:
     """Whether an object around a response tells that the request failed, by an error or a status."""
-    if holder.get("success") is False or any(holder[name] for name in _ERRORS.intersection(holder)):
+    if holder.get("success") is False or any(is_error(holder[name]) for name in _ERRORS.intersection(holder)):
         return True
     return any(_is_failure(holder[name]) for name in _STATUSES.intersection(holder))
+
+
+def is_error(value: Any) -> bool:
+    """Whether the value of an error's field tells of one; an object does if any of its values does."""
+    if isinstance(value, Mapping):
+        return any(map(is_error, value.values()))
+    return value.strip().lower() not in _NO_ERRORS if isinstance(value, str) else bool(value)
 
 
 def _is_failure(status: Any) -> bool:

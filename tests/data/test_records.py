@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from draftforge.data.logs.chat import LeftOut
 from draftforge.data.records import Record, parse
 from draftforge.data.settings import FileSource, Shape
 from draftforge.errors import InputError
@@ -174,6 +175,67 @@ def test_bad_lines_name_place_and_rule(shape: Shape, line: Any, rule: str) -> No
         read(line, shape)
     message = str(caught.value)
     assert message.startswith("log.jsonl:7: ") and rule in message and "\n" not in message
+
+
+TALK = [{"from": "human", "value": "<image>What?"}]
+
+
+@pytest.mark.parametrize(
+    "shape, line, reason",
+    [
+        ("messages", {"messages": [USER], "add_special_tokens": True}, "special tokens added to the prompt"),
+        ("messages", {"messages": [USER], "prompt_token_ids": [1, 2]}, "prompt given as tokens"),
+        (
+            "messages",
+            {"messages": [USER], "kv_transfer_params": {"prompt_token_ids": [1]}},
+            "prompt given as tokens",
+        ),
+        ("messages", {"messages": [USER], "lora_request": "x"}, "answered by an adapter"),
+        ("messages", {"messages": [USER], "session_params": {"id": "s"}}, "prompt continued from another request"),
+        ("messages", {"messages": [USER], "extra_body": {"chat_template": "x"}}, "chat template of its own"),
+        (
+            "messages",
+            {"messages": [USER], "request": {"extra_body": {"chat_template": "x"}}},
+            "chat template of its own",
+        ),
+        ("messages", {"messages": [USER], "images": ["a.png"]}, "message part that is not text"),
+        *(
+            ("sharegpt", {"conversations": TALK, **media}, "message part that is not text")
+            for media in ({"images": ["a.png"]}, {"videos": '["a.mp4"]'}, {"audios": ["a"]}, {"image": "a.png"})
+        ),
+        ("messages", {"messages": [{"role": "user"}]}, "messages in an unread form"),
+        ("messages", {"messages": [{"role": "user", "parts": [{"text": "Hi"}]}]}, "messages in an unread form"),
+        ("messages", {"messages": [{"role": "user", "content": None, "text": "Hi"}]}, "messages in an unread form"),
+        ("messages", {"messages": [USER], "reasoning_effort": {"summary": "x"}}, "reasoning effort in an unread form"),
+        ("messages", {"messages": [USER], "reasoning_effort": 3}, "reasoning effort in an unread form"),
+    ],
+)
+def test_lines_that_are_left_out(shape: Shape, line: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LeftOut) as caught:
+        read(line, shape)
+    assert caught.value.reason == reason
+
+
+def test_a_line_is_a_request_body() -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    record = read({"messages": [USER], "extra_body": extra, "presence_penalty": 1.0, "stop": ["x"]})
+    assert record.template_args == {"enable_thinking": False} and record.unfollowed == ("presence_penalty", "stop")
+    record = read({"messages": [USER, {"role": "assistant", "content": "Hm"}], "images": []})
+    assert record.prompt_end == "opened" and len(record.messages) == 2  # the last one is the logged answer
+    high = {"enable_thinking": True, "reasoning_effort": "high"}
+    assert read({"messages": [USER], "reasoning_effort": {"effort": "high", "summary": "x"}}).template_args == high
+
+
+def test_fields_of_a_table_are_text() -> None:
+    texts = {"temperature": "0.7", "top_k": "-1", "max_tokens": "12.0", "prompt_tokens": "12", "presence_penalty": "0"}
+    record = read({"prompt": "12", "chat_template_kwargs": '{"enable_thinking": false}', **texts}, "prompts")
+    assert shown(record) == [("user", "12")] and record.template_args == {"enable_thinking": False}
+    assert record.sampling == SamplingSettings(temperature=0.7) and record.unfollowed == ()
+    assert record.max_new_tokens == 12 and record.prompt_tokens == 12
+    with pytest.raises(LeftOut, match="special tokens"):
+        read({"prompt": "a", "add_special_tokens": "True"}, "prompts")
+    with pytest.raises(InputError, match="max_tokens 'many'"):
+        read({"prompt": "a", "max_tokens": "many"}, "prompts")
 
 
 @pytest.mark.parametrize("domain", [None, "", "two words", "a@b.org", 3, "x" * 65])

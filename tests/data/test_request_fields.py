@@ -46,6 +46,7 @@ VALUES: dict[str, Any] = {
     "continue_final_message": True,
     "add_generation_prompt": False,
     "add_special_tokens": True,
+    "kv_transfer_params": {"prompt_token_ids": [1]},
     "tool_choice": "required",
     "response_format": {"type": "json_object"},
     "n": 3,

@@ -239,7 +239,12 @@ def test_reasoning_of_earlier_answers() -> None:
 
 def test_the_engine_is_kept_where_it_matters() -> None:
     parts = {"messages": [{"role": "user", "content": PARTS}]}
-    assert asked({}, kind="sglang").engine == "vllm"  # the same prompt, and so the same conversation
+    one = {"messages": [{"role": "user", "content": PARTS[:1]}]}
+    assert asked({}, kind="sglang").engine == "sglang"  # whose texts stay texts for a template that loops over parts
+    assert isinstance(asked(one, kind="sglang").messages[0].content, list)
+    assert isinstance(asked(one).messages[0].content, str)
+    thought = {"messages": [USER, {**ANSWER, "reasoning_content": "hm"}, USER]}
+    assert asked(thought, kind="sglang").id != asked(thought).id
     assert asked({}, kind="sglang").id == asked({}).id
     assert asked(parts, kind="sglang").engine == "sglang" and asked(parts, kind="sglang").id != asked(parts).id
     assert asked({"messages": [USER, SURE]}, kind="sglang").engine == "sglang"

@@ -132,6 +132,7 @@ def test_messages_that_are_not_text_alone(role: str, block: dict[str, Any], reas
             {"response_format": {"type": "json_schema", "schema": {}}},
         ),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"reasoning_effort": "low", "min_p": 0.1, "lora_request": "x", "add_special_tokens": True}, {}),
         ({"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
         ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
         (
@@ -271,3 +272,10 @@ def test_answers_whole_and_streamed_are_the_same() -> None:
             "tool_calls": [CALL],
         }
     assert answer_of({"type": "message", "content": text("")}) is None and answer_of(STREAM[:5]) is None
+
+
+def test_parts_with_thoughts_are_of_either_api() -> None:
+    talk = [ASKED, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, *text("y")]}, ASKED]
+    assert is_request({"messages": talk, "max_tokens": 9})
+    assert not is_request({"messages": talk, "max_completion_tokens": 9})
+    assert not is_request({"messages": [{"role": "system", "content": "s"}, *talk]})

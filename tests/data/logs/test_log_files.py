@@ -249,6 +249,15 @@ def test_prompts_of_a_table_are_a_named_column(tmp_path: Path, name: str) -> Non
         read_log(tmp_path / name, "sharegpt")
 
 
+def test_an_empty_cell_is_no_value(tmp_path: Path) -> None:
+    path = tmp_path / "p.csv"
+    path.write_text("prompt,reasoning_effort,temperature,started\nHi,,,\nHo,high,0.5,5\n")
+    plain, other = sorted(read_log(path, "prompts").records, key=lambda record: record.user_text)
+    assert (plain.template_args, plain.sampling, plain.started) == ({}, None, None)
+    high = {"reasoning_effort": "high", "enable_thinking": True}
+    assert (other.template_args, other.started) == (high, 5)
+
+
 def test_a_column_that_a_source_names(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": None}]
     pq.write_table(pa.Table.from_pylist([{"chat": messages[:1]}]), tmp_path / "m.parquet")
