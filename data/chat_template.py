@@ -4,18 +4,21 @@ vLLM is followed (0.32 and 0.33) and, where a conversation says so, SGLang:
 
 | | vLLM | SGLang |
 |---|---|---|
-| parts of a content, where the template takes text | a line each | a space between |
+| parts of a content, where the template takes text | a line each, empty ones left out | a space between |
 | where it loops over parts | all contents as parts, tools' results as text | contents as they were sent |
+| a developer's message, where the template does not name that role | joins the system's, in front | stays |
+| a line `x-anthropic-billing-header` in front of a system's text | left out | stays |
 | an assistant's last message that belongs to the prompt | stays | becomes the user's |
 | a prefill | the template's text up to its end | put after the opened turn |
 | reasoning sent back | `reasoning` and `reasoning_content` | `reasoning_content` |
 | a call's function, printed whole | arguments, then the name | the name, then arguments |
+| a call's arguments that are JSON, but no object | an empty object | stay |
 
 Arguments of tool calls are objects for the template. Empty ones, and text that is no JSON, are an empty object.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -27,11 +30,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import InputError
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn
 
-_REFUSED = (TemplateError, ArithmeticError, TypeError, ValueError)
+_REFUSED = (TemplateError, ArithmeticError, TypeError, ValueError, RecursionError)
 _CALL_ORDER: dict[Engine, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vllm": (("arguments", "name"), ("id", "function", "type")),
     "sglang": (("name", "arguments"), ("id", "index", "type", "function")),
 }
+_BILLING = "x-anthropic-billing-header"  # of Claude Code, another one in each request
 _MEDIA = ("image", "audio", "video", "vision")
 _ROW = ("message", "msg", "m")  # SGLang's names of a loop over messages
 
@@ -79,7 +83,11 @@ def render_text(
     """Text of a prompt, of which `render` gives the ids; it raises the same errors."""
     require_chat_template(tokenizer)
     try:
-        return _text(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
+        text = _text(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        raise InputError(f"{tokenizer.name_or_path}: its chat template makes text that is not valid Unicode") from None
     # Errors of the template are errors of the data: its own `raise_exception` too.
     except _REFUSED as error:
         reason = " ".join(str(error).split())[:300]
@@ -100,9 +108,13 @@ def _text(
     prompt_end: PromptEnd,
     engine: Engine,
 ) -> str:
-    # 1) Of several templates, the one for these tools; and the messages as it wants them.
+    # 1) Of several templates, the one for these tools (a template argument of that name wins); and the messages as it
+    # wants them.
+    tools = template_args.get("tools", tools)
     template = tokenizer.get_chat_template(None, tools)
     shown = shown_messages(messages, takes_parts(template, engine), engine)
+    if engine == "vllm" and not any(name in template for name in ('"developer"', "'developer'")):
+        shown = _with_developer_as_system(shown)
 
     # 2) How the prompt ends.
     ending, prefix = {"add_generation_prompt": prompt_end != "bare"}, ""
@@ -116,9 +128,23 @@ def _text(
 
     # 3) The template's text.
     text: str = tokenizer.apply_chat_template(
-        shown, tools=tools, chat_template=template, tokenize=False, **ending, **template_args
+        shown, chat_template=template, tokenize=False, **ending, **{**template_args, "tools": tools}
     )
     return text + prefix
+
+
+def _with_developer_as_system(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages in which a developer's are the system's; if there are any, all of the system's become one in front."""
+    if all(message["role"] != "developer" for message in shown):
+        return shown
+    found = [{**message, "role": "system"} if message["role"] == "developer" else message for message in shown]
+    # A single one that stands there already keeps its parts.
+    if all(message["role"] != "system" for message in found[1:]):
+        return found
+    contents = [message["content"] for message in found if message["role"] == "system"]
+    texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in contents]
+    others = [message for message in found if message["role"] != "system"]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
 def shown_messages(messages: Sequence[Message], parts: bool, engine: Engine) -> list[dict[str, Any]]:
@@ -129,6 +155,9 @@ def shown_messages(messages: Sequence[Message], parts: bool, engine: Engine) -> 
 def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
     # The content: text, or a list of text parts.
     texts = [message.content] if isinstance(message.content, str) else message.content
+    if engine == "vllm":
+        texts = _without_billing(texts) if message.role == "system" else texts
+        texts = texts if parts else [text for text in texts if text]
     sent_as_parts = len(texts) > 1 if engine == "sglang" else True
     content: Any = (" " if engine == "sglang" else "\n").join(texts)
     if parts and sent_as_parts and message.role != "tool":
@@ -149,6 +178,12 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
     return shown
 
 
+def _without_billing(texts: Sequence[str]) -> list[str]:
+    # A part without another line goes with its header.
+    cut = [(text.partition("\n")[2] if text.startswith(_BILLING) else text, text) for text in texts]
+    return [rest for rest, text in cut if rest or rest == text]
+
+
 def calls_with_objects(calls: Sequence[dict[str, Any]], engine: Engine = "vllm") -> list[dict[str, Any]]:
     """Tool calls whose arguments are JSON values, their fields in the order of the engine's schema: some templates
     print a call as it is. The calls themselves stay as they are."""
@@ -157,10 +192,10 @@ def calls_with_objects(calls: Sequence[dict[str, Any]], engine: Engine = "vllm")
     for call in calls:
         function = call.get("function")
         if isinstance(function, dict):
-            function = {**function, "arguments": _arguments(function.get("arguments"))}
+            function = {**function, "arguments": _arguments(function.get("arguments"), engine)}
             found.append(_in_order({**call, "function": _in_order(function, inner)}, outer))
         else:
-            found.append({**call, "arguments": _arguments(call.get("arguments"))})
+            found.append({**call, "arguments": _arguments(call.get("arguments"), engine)})
     return found
 
 
@@ -168,36 +203,72 @@ def _in_order(value: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: value[name] for name in names if name in value} | value
 
 
-def _arguments(logged: Any) -> Any:
-    """Arguments of a tool call: the JSON value of a text; {} for null, and for a text that is no JSON."""
+def _arguments(logged: Any, engine: Engine) -> Any:
+    """Arguments of a tool call: the JSON value of a text; {} for null, and for a text that is no JSON. vLLM shows {}
+    for every value that is no object."""
     if isinstance(logged, str):
         try:
             logged = json.loads(logged)
         except (ValueError, RecursionError):
             return {}
-    return {} if logged is None else logged
+    shown = isinstance(logged, dict) if engine == "vllm" else logged is not None
+    return logged if shown else {}
 
 
 @lru_cache(maxsize=32)
 def takes_parts(template: str, engine: Engine = "vllm") -> bool:
     """Whether a chat template loops over the parts of a message's content, as the engine finds it out.
 
-    vLLM looks for a loop over the messages, or over a variable that was set to them, and in it for one over the loop
-    variable's content. SGLang takes a loop over the content of `message`, `msg` or `m`, or any word for a medium.
+    vLLM looks for loops over the messages, or over a variable that was set to them, then for one over such a loop
+    variable's content, over a macro's parameter that is given it, or over a variable `content` outside macros.
+    SGLang takes a loop over the content of `message`, `msg` or `m`, or any word for a medium.
     """
     if engine == "sglang" and any(word in template for word in _MEDIA):
         return True
     try:
         tree = _environment().parse(template)
         loops = list(tree.find_all(nodes.For))
-        names = set(_ROW) if engine == "sglang" else _message_names(tree, loops)
-        return any(_reads(loop.iter, name, "content") for loop in loops for name in names)
+        if engine == "sglang":
+            return any(_reads(loop.iter, name, "content") for loop in loops for name in _ROW)
+        return _loops_over_content(tree, loops)
     except (TemplateError, _Unreadable):
         return False
 
 
 class _Unreadable(Exception):  # noqa: N818
     """A construct before which vLLM's search gives up."""
+
+
+def _loops_over_content(tree: nodes.Template, loops: Sequence[nodes.For]) -> bool:
+    """Whether vLLM finds a loop over a message's content."""
+    names = _message_names(tree, loops)
+
+    def is_content(node: nodes.Node) -> bool:
+        return any(_reads(node, name, "content") for name in names)
+
+    # 1) What each loop inside a macro may go over by name: the macro's parameters that are given a content.
+    given: dict[int, set[str]] = {}
+    for macro in tree.find_all(nodes.Macro):
+        parameters = _given_contents(tree, macro, is_content)
+        for loop in macro.find_all(nodes.For):
+            given[id(loop)] = parameters or given.get(id(loop), set())
+
+    # 2) The first loop that is found decides; any other may go over a variable `content`.
+    for loop in loops:
+        named = isinstance(loop.iter, nodes.Name) and loop.iter.name in given.get(id(loop), {"content"})
+        if named or is_content(loop.iter):
+            return _name_of(loop.target) != ""
+    return False
+
+
+def _given_contents(tree: nodes.Template, macro: nodes.Macro, is_content: Callable[[nodes.Node], bool]) -> set[str]:
+    """Names of a macro's parameters that some call gives a message's content."""
+    parameters, found = [parameter.name for parameter in macro.args], set[str]()
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
+            found |= {name for name, value in zip(parameters, call.args) if is_content(value)}
+            found |= {named.key for named in call.kwargs if named.key in parameters and is_content(named.value)}
+    return found
 
 
 def _message_names(tree: nodes.Template, loops: Sequence[nodes.For]) -> set[str]:

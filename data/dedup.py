@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from .. import progress
 from .chat_template import calls_with_objects
-from .conversation import SPLITS, Conversation, Message, Split, turn_ends
+from .conversation import SPLITS, Conversation, Engine, Message, Split, turn_ends
 from .records import Record
 
 TurnKeys = NDArray[np.uint64]
@@ -144,7 +144,7 @@ def turn_keys(record: Record | Conversation) -> list[int]:
         _json_line([record.tools, dict(record.template_args or {}), *engine]), digest_size=_KEY_BYTES
     )
     for number, message in enumerate(record.messages, start=1):
-        hashed.update(_json_line(_without_call_ids(message)))
+        hashed.update(_json_line(_without_call_ids(message, record.engine)))
         if number in ended:
             here = hashed.copy()
             here.update(b"waits" if record.turn_by_turn and keys else b"")
@@ -154,12 +154,12 @@ def turn_keys(record: Record | Conversation) -> list[int]:
     return keys
 
 
-def _without_call_ids(message: Message) -> dict[str, Any]:
+def _without_call_ids(message: Message, engine: Engine) -> dict[str, Any]:
     """A message without the ids that a server drew for its tool calls: another run of the same draws others."""
     asked = message.record()
     asked.pop("tool_call_id", None)
     if message.tool_calls is not None:
-        calls = calls_with_objects(message.tool_calls)
+        calls = calls_with_objects(message.tool_calls, engine)
         asked["tool_calls"] = [{name: value for name, value in call.items() if name != "id"} for call in calls]
     return asked
 

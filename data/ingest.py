@@ -206,4 +206,9 @@ def _prepared(
     below = workers.map(Preparer.outcomes_below, ((index, batch, sample.limit_key) for batch in batches))
     for record in counted(below, source, counts, traffic):
         sample.add(record)
-    yield from workers.map(Preparer.prepared_records, ((some,) for some in batched(sample.records())))
+    for outcome in workers.map(Preparer.prepared_records, ((some,) for some in batched(sample.records()))):
+        if outcome.record is not None:
+            yield outcome.record
+        else:
+            counts.take_back()
+            counts.add(outcome, source)

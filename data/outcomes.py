@@ -104,6 +104,11 @@ class SourceCounts:
         if record.domain:
             self.domains.setdefault(record.domain, Counter())[reason] += 1
 
+    def take_back(self) -> None:
+        """Forget a record that was counted as taken."""
+        self.read -= 1
+        self.taken -= 1
+
     def _note_place(self, reason: str, where: str, broken: str | None = None) -> None:
         # The places with the smallest hashes stay: an even sample that no order influences.
         if reason == JOINED:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from .conversation import Message
 from .dedup import Signature, group_key, signature, turn_keys
@@ -50,8 +51,7 @@ class Preparer:
 
     def prepared_outcomes(self, index: int, units: Iterable[Unit]) -> list[Outcome[Prepared]]:
         """Outcomes of some lines of the source with this index, their records prepared."""
-        found = self._outcomes(index, units)
-        return [one.with_record(self.prepared(one.record) if one.record else None) for one in found]
+        return [self._prepared_outcome(one) for one in self._outcomes(index, units)]
 
     def outcomes_below(self, index: int, units: Iterable[Unit], limit_key: str | None) -> list[Outcome[Record]]:
         """Outcomes of some lines, their records as they are; those with a key above `limit_key` are left out."""
@@ -62,12 +62,12 @@ class Preparer:
             for outcome in self._outcomes(index, units)
         ]
 
-    def prepared_records(self, records: Iterable[Record]) -> list[Prepared]:
+    def prepared_records(self, records: Iterable[Record]) -> list[Outcome[Prepared]]:
         """Prepare records that a limit kept."""
-        return [self.prepared(record) for record in records]
+        return [self._prepared_outcome(Outcome(one.where, one, domain=one.domain)) for one in records]
 
     def prepared(self, found: Record) -> Prepared:
-        """Redact one record, and compute all that ingestion keeps of it."""
+        """Redact one record, and compute all that ingestion keeps of it. Raises InputError naming its place."""
         before = self._redactor.counts.copy()
         record = redacted(found, self._redactor)
         counts = self._redactor.counts - before
@@ -83,17 +83,29 @@ class Preparer:
             redacted=counts,
         )
 
+    def _prepared_outcome(self, one: Outcome[Record]) -> Outcome[Prepared]:
+        try:
+            return one.with_record(None if one.record is None else self.prepared(one.record))
+        except InputError as error:
+            return Outcome(one.where, broken=str(error), domain=one.domain, timing=one.timing)
+
     def _outcomes(self, index: int, units: Iterable[Unit]) -> Iterable[Outcome[Record]]:
         source = self._settings.sources[index]
         return (outcome for unit in units for outcome in outcomes_of(source, index, unit))
 
 
 def redacted(record: Record, redactor: Redactor) -> Record:
-    """Redact a record in everything that the target is shown: messages, tool calls, tools, template arguments."""
-    messages = tuple(_redacted_message(message, redactor) for message in record.messages)
-    # Tools and template arguments are JSON values, whose texts are redacted at all depths.
-    arguments = None if record.template_args is None else redactor.value(dict(record.template_args))
-    tools = redactor.value(record.tools)
+    """Redact a record in everything that the target is shown: messages, tool calls, tools, template arguments.
+
+    Raises InputError naming its place where one of these is nested too deeply.
+    """
+    try:
+        messages = tuple(_redacted_message(message, redactor) for message in record.messages)
+        # Tools and template arguments are JSON values, whose texts are redacted at all depths.
+        arguments = None if record.template_args is None else redactor.value(dict(record.template_args))
+        tools = redactor.value(record.tools)
+    except RecursionError:
+        raise InputError(f"{record.where}: holds a JSON value that is nested too deeply") from None
     # A record without anything to redact stays, and with it what was computed of it.
     if (messages, tools, arguments) == (record.messages, record.tools, record.template_args):
         return record

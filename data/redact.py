@@ -250,9 +250,9 @@ class Redactor:
             decoded = None
         if not isinstance(decoded, dict | list):
             return self.value(arguments)
-        # Text without anything to redact stays as it was written.
+        # Text without anything to redact stays as it was written. Half of a surrogate pair can only stand escaped.
         found = self.value(decoded)
-        return arguments if found == decoded else json.dumps(found, ensure_ascii=False)
+        return arguments if found == decoded else json.dumps(found)
 
     def _replaced(self, rule: _Rule, match: re.Match[str]) -> str:
         whole = match.group()

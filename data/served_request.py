@@ -17,7 +17,8 @@ Lookup = Callable[[str], Any]
 
 _TOKENS = ("prompt_token_ids", "input_ids", "prompt_embeds", "input_embeds")
 _ADAPTERS = ("lora_path", "lora_request", "lora_name")
-_SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message")
+_SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message", "tokenize")
+_UNSET = (None, "auto")  # values of template arguments that vLLM leaves out
 _UNFOLLOWED = (
     *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "use_beam_search"),
     *("stop", "stop_token_ids", "stop_regex", "min_tokens", "ignore_eos", "thinking_token_budget"),
@@ -92,7 +93,7 @@ def template_args(lookup: Lookup, engine: Engine, where: str) -> dict[str, Any]:
     given = lookup("chat_template_kwargs") or {}
     if not isinstance(given, dict):
         raise InputError(f"{where}: chat_template_kwargs is not an object")
-    # The engine sets these two by the request's own fields.
+    # The engine sets these by itself.
     found = {name: value for name, value in given.items() if name not in _SET_BY_ENGINE}
     documents, effort = lookup("documents"), lookup("reasoning_effort")
     if engine == "sglang":
@@ -105,7 +106,7 @@ def template_args(lookup: Lookup, engine: Engine, where: str) -> dict[str, Any]:
     if effort is not None:
         found.setdefault("enable_thinking", effort != "none")
         found["reasoning_effort"] = effort
-    return found
+    return {name: value for name, value in found.items() if value not in _UNSET}
 
 
 def _reasoning_of_sglang(reasoning: Any, effort: Any) -> dict[str, Any]:

@@ -21,6 +21,9 @@ IN_PARTS = """\
 CALLS = """\
 {% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}(\
 {% for k, v in c.function.arguments | items %}{{ k }}={{ v }};{% endfor %}){% endfor %}{% endfor %}"""
+MACRO = """\
+{%% macro shown(%s) %%}{%% %s %%}{%% endfor %%}{%% endmacro %%}\
+{%% for message in messages %%}{{ shown(%s) }}{%% endfor %%}"""
 MARKED = """\
 {% for m in messages %}{% generation %}\
 {% for p in m.content %}{% endfor %}{% endgeneration %}{% endfor %}"""
@@ -82,6 +85,15 @@ def test_a_template_that_loops_over_parts_gets_them(prompt: Prompt) -> None:
             True,
             True,
         ),
+        (
+            "{% for m in messages %}{% set content = m.content %}{% for p in content %}{% endfor %}{% endfor %}",
+            True,
+            False,
+        ),
+        (MACRO % ("c", "for p in c", "message.content"), True, False),
+        (MACRO % ("x, text", "for p in text", "1, text=message['content']"), True, False),
+        (MACRO % ("content", "for p in content", "message.role"), False, False),
+        (MACRO % ("c", "for k, v in c", "message.content"), False, False),
         ("{# no image here #}{{ messages[0].content }}", False, True),
         ("{% for m in %}", False, False),
     ],
@@ -92,7 +104,16 @@ def test_engines_find_out_whether_a_template_takes_parts(template: str, vllm: bo
 
 @pytest.mark.parametrize(
     "logged, shown",
-    [('{"a": 1}', {"a": 1}), ("", {}), (None, {}), ("null", {}), ("no JSON", {}), ({"b": 2}, {"b": 2}), ("[1]", [1])],
+    [
+        ('{"a": 1}', {"a": 1}),
+        ("", {}),
+        (None, {}),
+        ("null", {}),
+        ("no JSON", {}),
+        ({"b": 2}, {"b": 2}),
+        ("[1]", {}),
+        (3, {}),
+    ],
 )
 def test_arguments_of_calls_are_objects(logged: Any, shown: Any) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": logged}}
@@ -104,6 +125,8 @@ def test_arguments_of_calls_are_objects(logged: Any, shown: Any) -> None:
     assert call["function"] == {"name": "now", "arguments": logged}  # the stored message is as logged
     missing = said("assistant", tool_calls=[{"function": {"name": "now"}}])
     assert shown_messages([missing], False, "vllm")[0]["tool_calls"][0]["function"]["arguments"] == {}
+    listed = said("assistant", tool_calls=[{"function": {"name": "now", "arguments": "[1]"}}])
+    assert shown_messages([listed], False, "sglang")[0]["tool_calls"][0]["function"]["arguments"] == [1]
 
 
 def test_a_call_without_parameters_renders(prompt: Prompt) -> None:
@@ -133,6 +156,25 @@ def test_names_and_call_ids_are_shown_where_engines_show_them() -> None:
     user, tool = shown_messages(messages, False, "vllm")
     assert user == {"role": "user", "content": "a", "name": "Ann"}
     assert tool == {"role": "tool", "content": "b", "name": "now", "tool_call_id": "c1"}
+
+
+def test_a_developers_message_is_the_systems_where_the_template_does_not_know_the_role(prompt: Prompt) -> None:
+    messages = [said("developer", "One.", "Two."), ASK, said("system", ""), said("developer", "Three.")]
+    assert prompt(AS_TEXT, messages) == "<system>One.\nTwo.\n\nThree.<user>Hi<new>"
+    assert prompt(IN_PARTS, messages) == "<system>One.\nTwo.\n\nThree.<user>[Hi]"
+    assert prompt(IN_PARTS, messages[:2]) == "<system>[One.][Two.]<user>[Hi]"
+    # A template that names the role gets it, and so does every template of SGLang's.
+    assert prompt("{# 'developer' #}" + AS_TEXT, messages[:2]) == "<developer>One.\nTwo.<user>Hi<new>"
+    assert prompt(AS_TEXT, messages[:2], engine="sglang") == "<developer>One. Two.<user>Hi<new>"
+    # Without one, the system's messages stay where they are.
+    assert prompt(AS_TEXT, [ASK, said("system", "Three.")]) == "<user>Hi<system>Three.<new>"
+
+
+def test_empty_parts_stand_only_where_a_template_loops_over_them(prompt: Prompt) -> None:
+    messages = [said("user", "", "one", ""), said("tool", "two", "")]
+    assert prompt(AS_TEXT, messages) == "<user>one<tool>two<new>"
+    assert prompt(IN_PARTS, messages) == "<user>[][one][]<tool>two\n"
+    assert prompt(AS_TEXT, messages, engine="sglang") == "<user> one <tool>two <new>"
 
 
 def test_empty_contents_are_kept_as_served(prompt: Prompt) -> None:
@@ -173,6 +215,17 @@ def test_errors_are_one_line(prompt: Prompt) -> None:
         prompt(AS_TEXT, [ASK], None, {"tokenize": True})
     with pytest.raises(InputError, match="has no chat template"):
         prompt(None, [ASK])
+
+
+def test_text_that_is_no_unicode_and_what_is_too_deep_are_errors(prompt: Prompt) -> None:
+    shown = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    for arguments, reason in (
+        ('{"a": "\\ud83d"}', "not valid Unicode"),
+        ('{"a":' * 900 + "1" + "}" * 900, "refuses the messages"),
+    ):
+        call = {"function": {"name": "now", "arguments": arguments}}
+        with pytest.raises(InputError, match=reason):
+            prompt(shown, [said("assistant", tool_calls=[call])])
 
 
 def test_tools_of_a_template_that_prints_json(prompt: Prompt) -> None:

@@ -87,6 +87,18 @@ def test_a_domain_that_nothing_is_asked_of_ends_the_run_unless_the_recipe_names_
         build_mix(MixSettings.model_validate({"sources": [source]}), tmp_path, tmp_path / "none")
 
 
+@pytest.mark.parametrize("limit", [None, 60])
+def test_what_is_nested_too_deeply_to_be_redacted_breaks_a_rule(tmp_path: Path, limit: int | None) -> None:
+    call = {"id": "c1", "function": {"name": "f", "arguments": '{"a":' * 900 + "1" + "}" * 900}}
+    deep = talk(60, "chat", {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": ""})
+    source = write(tmp_path, [*(talk(i, "chat") for i in range(59)), deep]) | {"limit": limit}
+    with pytest.raises(InputError, match=r"^.*log\.jsonl:60: holds a JSON value that is nested too deeply$"):
+        build_mix(MixSettings.model_validate({"sources": [source]}), tmp_path, tmp_path / "none")
+    manifest = load_manifest(build(tmp_path, [source | {"skip_invalid": True}]))
+    (read,) = manifest["sources"]
+    assert (read["read"], read["taken"], read["skipped"], read["left_out"]) == (60, 59, 1, {})
+
+
 def test_a_conversation_without_a_turn_is_refused_or_left_out_by_name() -> None:
     outcome = Outcome("log.jsonl:7", left_out="no turn to answer", domain="chat")
     source: Line = {"kind": "messages", "path": "log.jsonl", "skip_invalid": True}

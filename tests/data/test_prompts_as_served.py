@@ -21,6 +21,7 @@ TEMPLATE = """\
 {% if add_generation_prompt %}<assistant>\
 {% if enable_thinking is defined and not enable_thinking %}(){% endif %}{% endif %}"""
 CALL = {"id": "c1", "type": "function", "function": {"name": "pay", "arguments": '{"card": 4111111111111111}'}}
+BILLING = "x-anthropic-billing-header: cch=abc"
 EMPTY = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": ""}}
 
 
@@ -41,7 +42,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {  # request, prompts
         {"messages": [said("user", "Q2"), said("assistant", "A."), said("user", "And?"), said("developer", "Kindly.")]},
         [
             "<system>default<user>Q2<assistant>",
-            "<system>default<user>Q2<assistant>A.<user>And?<developer>Kindly.<assistant>",
+            "<system>Kindly.<user>Q2<assistant>A.<user>And?<assistant>",
         ],
     ),
     "two messages of the user": (
@@ -102,6 +103,38 @@ REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {  # request, prompts
             '[[{"type": "function", "function": {"name": "now", "description": null, "parameters": {}}}]]'
             "<system>default<user>Q13<assistant>"
         ],
+    ),
+    "a developer's message behind the system's": (
+        {"messages": [said("system", "Be terse."), said("developer", parts("And", "kind.")), said("user", "Q15")]},
+        ["<system>Be terse.\n\nAnd\nkind.<user>Q15<assistant>"],
+    ),
+    "empty parts": (
+        {"messages": [said("system", parts("", "")), said("user", parts("", "Q16", ""))]},
+        ["<system><user>Q16<assistant>"],
+    ),
+    "a gateway's billing header": (
+        {"messages": [said("system", f"{BILLING}\nBe terse."), said("user", f"{BILLING}\nQ17")]},
+        [f"<system>Be terse.<user>{BILLING}\nQ17<assistant>"],
+    ),
+    "a billing header as a part": (
+        {"messages": [said("system", parts(BILLING, "Be terse.")), said("user", "Q18")]},
+        ["<system>Be terse.<user>Q18<assistant>"],
+    ),
+    "template arguments that are not set": (
+        {
+            "messages": [said("user", "Q19")],
+            "chat_template_kwargs": {"enable_thinking": None, "tokenize": True},
+            "reasoning_effort": "auto",
+        },
+        ["<system>default<user>Q19<assistant>"],
+    ),
+    "tools among the template's arguments": (
+        {
+            "messages": [said("user", "Q20")],
+            "tools": [{"type": "function", "function": {"name": "then"}}],
+            "chat_template_kwargs": {"tools": [{"name": "now"}]},
+        },
+        ['[[{"name": "now"}]]<system>default<user>Q20<assistant>'],
     ),
     "a template of its own": ({"messages": [said("user", "Q14")], "chat_template": "{{ messages }}"}, []),
 }

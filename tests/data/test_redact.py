@@ -89,6 +89,7 @@ def test_only_the_kinds_asked_for() -> None:
         ('{"to": ["ann\\u0040mail.org"], "n": 1.5, "ok": true}', '{"to": ["<email>"], "n": 1.5, "ok": true}'),
         ('{"b":  2,\n"a": null}', '{"b":  2,\n"a": null}'),  # nothing to redact: as it was written
         ("[4111111111111111]", '["<card>"]'),
+        ('["ann@mail.org", "\\ud83d"]', '["<email>", "\\ud83d"]'),  # half of a surrogate pair
         ("mail ann@mail.org {", "mail <email> {"),
         ({"card": 4111111111111111}, {"card": "<card>"}),
         ("", ""),
