@@ -230,6 +230,7 @@ def ranks() -> Ranks:
             f"the ranks cannot connect to each other ({one_line(error, 160)}); where a machine's name leads to its own "
             "loopback, set GLOO_SOCKET_IFNAME"
         ) from error
+    signs.connected = True
     atexit.register(_leave)
     return Ranks(rank, world, device, group, store, signs)
 
@@ -245,6 +246,8 @@ class _SignsOfLife:
         self._heard = {f"rank {other}": time.monotonic() for other in range(world) if other != rank}
         self._heard[_HOST] = time.monotonic()
         self._closed = False
+        self.connected = False
+        """Whether the groups are open: from then on a closed store is noticed by whoever waits for its host."""
         self.silenced = False
         """Whether the error that ends this process has been said already."""
 
@@ -267,7 +270,7 @@ class _SignsOfLife:
                 self._heard[_HOST] = time.monotonic()
                 time.sleep(_BEAT_SECONDS)
         except RuntimeError:
-            self._closed = True
+            self._closed = self.connected
 
     def _watch(self) -> None:
         limit = SILENCE_LIMIT.total_seconds()

@@ -78,6 +78,7 @@ def end(how: str) -> None:
         module.START_LIMIT, module._PATIENCE = timedelta(seconds=4), timedelta(seconds=1)
     module._HEARD_LIMIT = timedelta(seconds=1 if how in ("dies", "hangs") else 60)
     mine = ranks()
+    mine.barrier("begun")  # no rank ends while another one still connects
     which = 0 if how.startswith("first") else 1
     if how == "collective":
         with training_ranks(needs_group=True) as training:
