@@ -154,9 +154,9 @@ def shown_messages(messages: Sequence[Message], parts: bool, engine: Engine) -> 
 
 def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
     # The content: text, or a list of text parts.
-    texts = [message.content] if isinstance(message.content, str) else message.content
+    sent = without_billing(message, engine)
+    texts = [sent] if isinstance(sent, str) else sent
     if engine == "vllm":
-        texts = _without_billing(texts) if message.role == "system" else texts
         texts = texts if parts else [text for text in texts if text]
     sent_as_parts = len(texts) > 1 if engine == "sglang" else True
     content: Any = (" " if engine == "sglang" else "\n").join(texts)
@@ -178,10 +178,15 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
     return shown
 
 
-def _without_billing(texts: Sequence[str]) -> list[str]:
-    # A part without another line goes with its header.
+def without_billing(message: Message, engine: Engine) -> str | list[str]:
+    """A message's content without the header that vLLM leaves out of the system's. A part without another line goes."""
+    content = message.content
+    if engine != "vllm" or message.role != "system":
+        return content
+    texts = [content] if isinstance(content, str) else content
     cut = [(text.partition("\n")[2] if text.startswith(_BILLING) else text, text) for text in texts]
-    return [rest for rest, text in cut if rest or rest == text]
+    kept = [rest for rest, text in cut if rest or rest == text]
+    return kept[0] if isinstance(content, str) and kept else kept
 
 
 def calls_with_objects(calls: Sequence[dict[str, Any]], engine: Engine = "vllm") -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import progress
-from .chat_template import calls_with_objects
+from .chat_template import calls_with_objects, without_billing
 from .conversation import SPLITS, Conversation, Engine, Message, Split, turn_ends
 from .records import Record
 
@@ -144,7 +144,7 @@ def turn_keys(record: Record | Conversation) -> list[int]:
         _json_line([record.tools, dict(record.template_args or {}), *engine]), digest_size=_KEY_BYTES
     )
     for number, message in enumerate(record.messages, start=1):
-        hashed.update(_json_line(_without_call_ids(message, record.engine)))
+        hashed.update(_json_line(_without_what_changes(message, record.engine)))
         if number in ended:
             here = hashed.copy()
             here.update(b"waits" if record.turn_by_turn and keys else b"")
@@ -154,9 +154,10 @@ def turn_keys(record: Record | Conversation) -> list[int]:
     return keys
 
 
-def _without_call_ids(message: Message, engine: Engine) -> dict[str, Any]:
-    """A message without the ids that a server drew for its tool calls: another run of the same draws others."""
-    asked = message.record()
+def _without_what_changes(message: Message, engine: Engine) -> dict[str, Any]:
+    """A message without what is new in each request: a billing header, which no template is shown, and the ids that a
+    server drew for its tool calls."""
+    asked = message.record() | {"content": without_billing(message, engine) or ""}
     asked.pop("tool_call_id", None)
     if message.tool_calls is not None:
         calls = calls_with_objects(message.tool_calls, engine)

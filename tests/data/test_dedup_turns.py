@@ -72,6 +72,18 @@ def continued(*records: Record) -> dict[int, int]:
     return {int(part): int(whole) for part, whole in threads.continued(names).items()}
 
 
+def test_a_billing_header_makes_no_other_thread() -> None:
+    def asked(count: int, role: Any = "system", **more: Any) -> Record:
+        first = Message(role=role, content=f"x-anthropic-billing-header: cch={count}\nBe kind.")
+        said = [Message(role=("user", "assistant")[i % 2], content=f"m{i}") for i in range(count)]
+        return Record(domain="d", messages=(first, *said), **more)
+
+    assert continued(asked(1), asked(3)) == {0: 1}
+    # A user's own line stays, and SGLang shows the system's.
+    assert continued(asked(1, "user"), asked(3, "user")) == {}
+    assert continued(asked(1, engine="sglang"), asked(3, engine="sglang")) == {}
+
+
 def test_a_replayed_thread_is_one_conversation(tmp_path: Path) -> None:
     lines = [line for i in range(40) for line in replayed(i)]
     folder = build(tmp_path, random.Random(1).sample(lines, len(lines)))
