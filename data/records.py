@@ -304,10 +304,11 @@ def _message(raw: Any, engine: Engine, where: str) -> Message:
         raise InputError(f"{where}: unknown role {_quoted(role)}; must be one of {', '.join(ROLES)}")
     if role == "developer" and raw.get("tools"):
         raise LeftOut(where, "tools inside a message")
-    # Text under another name than engines know would be asked as an empty message.
+    # Text under another name than engines know would be asked as an empty message; a user's has a content.
     said = ("content", "tool_calls", "reasoning", "reasoning_content")
     elsewhere = any(raw.get(name) for name in ("parts", "text"))
-    if (elsewhere and not raw.get("content")) or not any(name in raw for name in said):
+    empty = raw.get("content") is None if role == "user" else not any(name in raw for name in said)
+    if empty or (elsewhere and not raw.get("content")):
         raise LeftOut(where, "messages in an unread form")
     # vLLM takes reasoning under either name, SGLang under one.
     names = ("reasoning", "reasoning_content") if engine == "vllm" else ("reasoning_content",)
@@ -388,7 +389,7 @@ def _prompt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
 
 
 def _user_message(content: Any, engine: Engine, where: str) -> Message:
-    message = _message({"role": "user", "content": content}, engine, where)
+    message = _message({"role": "user", "content": "" if content is None else content}, engine, where)
     if not message.text.strip():
         raise InputError(f"{where}: is empty; must hold text")
     return message

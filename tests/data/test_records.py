@@ -204,6 +204,7 @@ TALK = [{"from": "human", "value": "<image>What?"}]
             for media in ({"images": ["a.png"]}, {"videos": '["a.mp4"]'}, {"audios": ["a"]}, {"image": "a.png"})
         ),
         ("messages", {"messages": [{"role": "user"}]}, "messages in an unread form"),
+        ("messages", {"messages": [{"role": "user", "content": None}]}, "messages in an unread form"),
         ("messages", {"messages": [{"role": "user", "parts": [{"text": "Hi"}]}]}, "messages in an unread form"),
         ("messages", {"messages": [{"role": "user", "content": None, "text": "Hi"}]}, "messages in an unread form"),
         ("messages", {"messages": [USER], "reasoning_effort": {"summary": "x"}}, "reasoning effort in an unread form"),
