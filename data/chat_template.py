@@ -158,7 +158,7 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
     texts = [sent] if isinstance(sent, str) else sent
     if engine == "vllm":
         texts = texts if parts else [text for text in texts if text]
-    sent_as_parts = len(texts) > 1 if engine == "sglang" else True
+    sent_as_parts = isinstance(message.content, list) and bool(texts) if engine == "sglang" else True
     content: Any = (" " if engine == "sglang" else "\n").join(texts)
     if parts and sent_as_parts and message.role != "tool":
         content = [{"type": "text", "text": text} for text in texts]

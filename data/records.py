@@ -288,7 +288,8 @@ def _matters(messages: Sequence[Message], prompt_end: PromptEnd) -> bool:
     """Whether engines differ in what they show a template that takes text; one that loops over parts counts not."""
     in_parts = any(isinstance(message.content, list) and message.content for message in messages)
     called = any(message.tool_calls or message.reasoning is not None for message in messages)
-    return in_parts or called or prompt_end in ("prefill", "after_answer")
+    developed = any(message.role == "developer" for message in messages)
+    return in_parts or called or developed or prompt_end in ("prefill", "after_answer")
 
 
 def _messages(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
