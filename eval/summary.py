@@ -26,10 +26,13 @@ Outcome = Literal["gains", "loses", "no clear difference", "not measured"]
 def outcome(speedup: Estimate, error: float = 0.0) -> Outcome:
     """Verdict on a speed-up: the side of 1 on which its whole interval lies.
 
-    `error`: share by which fitted times may be off. An unknown interval counts as the value alone.
+    `error`: share by which fitted times may be off. Without an interval nothing is claimed where a reason says why, as
+    that of too few clusters; else the value counts alone.
     """
     if math.isnan(speedup.value):
         return "not measured"
+    if math.isnan(speedup.low) and speedup.reason:
+        return "no clear difference"
     low, high = (speedup.value if math.isnan(end) else end for end in (speedup.low, speedup.high))
     if low * (1 - error) > 1:
         return "gains"

@@ -205,8 +205,13 @@ def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, row: 
 
 
 def _say_decision(version: Version, decision: Decision) -> None:
-    verdict = "promoted to champion" if decision.promote else "not promoted"
-    say(f"{version.reference}: {verdict}: {'; '.join(decision.reasons)}")
+    # One line, or one for each reason, as reasons are sentences.
+    verdict = f"{version.reference}: {'promoted to champion' if decision.promote else 'not promoted'}"
+    if len(decision.reasons) == 1:
+        say(f"{verdict}: {decision.reasons[0]}")
+        return
+    for line in (verdict, *(f"  {reason}" for reason in decision.reasons)):
+        say(line)
 
 
 def _write_record(

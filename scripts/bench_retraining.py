@@ -49,7 +49,7 @@ from draftforge.eval.score import Identity, stratified_conversations
 from draftforge.eval.settings import HOLDOUT_SPLIT
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.retrain import retrain_champion
-from draftforge.pipeline.scoring import Scorer
+from draftforge.pipeline.scoring import Scored, Scorer
 from draftforge.pipeline.stages import (
     Stage,
     Stages,
@@ -130,7 +130,7 @@ def cycle(
     stages = stages_of(new, heir)
     captured = stages.captured
     if done.outcome is not None:
-        trainings["retrained"] = training_record(done.outcome.scored.chosen_folder, captured)
+        trainings["retrained"] = training_record(best_heir(done.outcome.scored), captured)
     with timed(seconds, "measure again"):
         stale = measure(new, captured, fetched(new, first.version), "champion, new target", judged)
         fresh = measure(new, captured, fetched(new, heir), "retrained, new target", judged)
@@ -217,6 +217,12 @@ class Measured:
         conversations = values(self.table, "conversation")
         known = self.row.record() | {"conversations": len(conversations), "of": conversations}
         return known | {"domains": {row.domain: row.record() for row in self.domains}}
+
+
+def best_heir(scored: Scored) -> Path:
+    """Folder of the trained checkpoint with the best expected speed-up: the start may do better yet."""
+    best = max((row for row in scored.rows if not (row.baseline or row.start)), key=lambda row: row.speedup.value)
+    return scored.folders[best.draft, best.step]
 
 
 def measure(space: Workspace, captured: Stage, folder: Path, name: str, among: Collection[str]) -> Measured:

@@ -112,6 +112,22 @@ def test_the_head_of_a_draft_that_is_not_worth_serving_is_amber(promote: bool, k
     assert f".decision.{kind}" in amber and "var(--warn-paper)" in amber
 
 
+def test_too_few_clusters_are_said_wherever_an_interval_would_be() -> None:
+    records, few = sample_records(), "too few clusters to tell: 1 more needed"
+    assert records.promotion is not None
+    holdout = records.promotion["holdout"]
+    for row in [*holdout["rows"], *holdout["domains"], *holdout["contexts"]]:
+        for name in ("tau", "speedup", "acceptance"):
+            if name in row:
+                row[name] |= {"low": None, "high": None, "clusters": 2, "reason": few}
+    page = report_page(records)
+    heat = page.split('<table class="heat">')[1].split("</table>")[0]
+    assert few in heat and "n/a" not in heat
+    tiles = page.split('<dl class="tiles">')[1].split("</dl>")[0]
+    assert tiles.count(few) == 3
+    assert f"({few})" in page.split('id="contexts"')[1]
+
+
 def test_a_retraining_that_brings_nothing_better_says_so() -> None:
     records = sample_records(promote=False)
     assert records.promotion is not None

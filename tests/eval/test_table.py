@@ -11,6 +11,7 @@ from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.leaderboard import DomainRow, Row
 from draftforge.eval.serving_load import BatchFigures, BreakEvenPoint, LoadFigures, Memory
 from draftforge.eval.speedup import Gain
+from draftforge.eval.summary import outcome
 from draftforge.eval.table import domain_cells, leaderboard_cells, plain_text, show_domains, show_leaderboard, show_load
 
 NAN = math.nan
@@ -94,6 +95,21 @@ LOAD = LoadFigures(
     memory=Memory(12_000_000, 3.4e6),
     batches=(AT_8, replace(AT_8, batch_size=16, share=0.0, break_even_tau=math.inf)),
 )
+
+
+def test_a_figure_of_too_few_clusters_says_how_many_more_it_takes() -> None:
+    few = Estimate(2.06, clusters=2, reason="too few clusters to tell: 1 more needed")
+    row = dict(zip(*leaderboard_cells([replace(SMALL, tau=few, speedup=few.scaled(0.5))])))
+    assert row["tau"] == "2.06 (too few clusters to tell: 1 more needed)"
+    assert row["expected speed-up"] == "1.03x (too few clusters to tell: 1 more needed)"
+    domain = dict(zip(*domain_cells([replace(SUPPORT, tau=few)])))
+    assert domain["tau"] == "2.06 (too few clusters to tell: 1 more needed)"
+    assert outcome(few) == "no clear difference" and outcome(Estimate(2.06)) == "gains"
+
+
+def test_the_start_of_a_retraining_is_labelled() -> None:
+    line = leaderboard_cells([replace(SMALL, step=0, start="m/3", chosen=False)])[1]
+    assert line[1] == "0" and line[-1] == "the start, m/3"
 
 
 def test_a_load_adds_its_columns() -> None:

@@ -240,7 +240,7 @@ def test_a_draft_that_is_not_worth_serving_stays_a_candidate(
     space = Workspace(load_recipe(path))
     (model,) = (entry.name for entry in targets(space.tracking))
     assert code == REFUSED and aliases(space.tracking, model) == {CANDIDATE: 1}
-    assert f"{model}/1: not promoted: not shown to beat plain decoding: expected speed-up 0." in said
+    assert f"{model}/1: not promoted\n  not shown to beat plain decoding: expected speed-up 0." in said
     assert "not shown to beat prompt lookup: 0." in said and "prompt lookup at K = " in said
     assert not lines(log)
     (page,) = (tmp_path / "work").glob("score-*/report.html")
@@ -248,7 +248,7 @@ def test_a_draft_that_is_not_worth_serving_stays_a_candidate(
 
     code, said = run("promote", str(path), "gate.min_speedup=0")
     choice = "gate.min_speedup = 0: is not shown to beat plain decoding and prompt lookup"
-    assert code == 0 and f"{model}/1: promoted to champion: {choice}" in said
+    assert code == 0 and f"{model}/1: promoted to champion\n  {choice}" in said
     assert aliases(space.tracking, model) == {CHAMPION: 1} and len(lines(log)) == 1
     assert 'class="decision by-choice"' in page.read_text()
     (entry,) = json.loads(run("registry", str(path), "--json")[1])["targets"]
