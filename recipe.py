@@ -9,6 +9,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -198,7 +199,7 @@ def read(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
     with one line for each thing that is wrong, and MissingFileError.
     """
     # 1) The file. The JSON schema tells which values are paths, before pydantic has validated anything.
-    schema = model.model_json_schema()
+    schema = _schema(model)
     raw = _located(_read_yaml(path), [schema], schema, path.parent)
     # 2) Overrides, each resolved against the schema nodes of its own section.
     for override in overrides:
@@ -213,6 +214,11 @@ def read(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
     except ValidationError as error:
         problems = [f"{path.name}: {line}" for line in _explain(error.errors(), raw, schema)]
         raise RecipeError("\n".join(problems)) from None
+
+
+@cache
+def _schema(model: type[BaseModel]) -> Schema:
+    return model.model_json_schema()
 
 
 class _Loader(yaml.SafeLoader):

@@ -11,6 +11,7 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,8 +73,13 @@ class Import(NamedTuple):
     at_load: bool
 
 
-def imports_of(path: Path) -> Iterator[Import]:
+@cache
+def imports_of(path: Path) -> list[Import]:
     """Every import of one source file, also those inside functions."""
+    return list(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[Import]:
     tree = ast.parse(path.read_text())
     lazy = {
         id(inner)

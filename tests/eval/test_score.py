@@ -253,8 +253,9 @@ def test_training_samples_and_empty_splits_are_refused(
 def test_answers_in_one_pass_are_worth_what_each_is_alone(target: Target, samples: list[Sample]) -> None:
     """Scores, perplexity and measured trees, of samples of both settings by turns."""
     mixed = [sample for pair in zip(samples[:3], samples[9:]) for sample in pair]
+    medusa = stand_ins.taught_medusa(target, steps=20)
     for name, way in {"chains": None, "wide": TREES["wide"]}.items():
-        make = partial(make_proposer, stand_ins.taught_medusa(target, steps=20), target, way)
+        make = partial(make_proposer, medusa, target, way)
         drafting = ProposerSpec(make, (1, 3), "" if way is None else name, way)
         packed, single = (
             (

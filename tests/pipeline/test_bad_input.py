@@ -393,17 +393,17 @@ def full(kind: str) -> Callable[..., None]:
     ],
 )
 def test_a_full_disk_leaves_nothing_half_written(
-    verb: str, module: Any, name: str, kind: str, write_recipe: Callable[..., Path], tmp_path: Path, fails: Fails
+    verb: str, module: Any, name: str, kind: str, trained: Trained, fails: Fails
 ) -> None:
-    eagle = {"family": "eagle3", "draft_vocabulary": 200, "steps": 2, "warmup_steps": 1, "tokens_per_step": 256}
-    recipe = write_recipe(drafts={"draft": eagle})
-    if verb != "mix":
-        assert code_of("mix", recipe) == 0
+    eagle = "{family: eagle3, draft_vocabulary: 200, steps: 2, warmup_steps: 1, tokens_per_step: 256}"
+    call = (verb, trained.recipe, f"workdir={trained.work}", f"drafts={{draft: {eagle}}}")
+    for folder in trained.work.glob(f"{verb}-*"):
+        shutil.rmtree(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, full(kind))
-        assert "no space left on the device" in fails(3, verb, recipe)
-    assert not half_written(tmp_path)
-    assert code_of(verb, recipe) == 0
+        assert "no space left on the device" in fails(3, *call)
+    assert not half_written(trained.work)
+    assert code_of(*call) == 0
 
 
 def test_sigterm_unwinds_and_the_same_command_goes_on(

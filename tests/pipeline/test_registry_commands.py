@@ -136,11 +136,26 @@ def serve(
     return version
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, trained_drafts: Trained) -> tuple[Tracking, Version]:
+    """A registry with a champion of family eagle3: look at it, and change nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        store = open_tracking(RegistrySettings(), tmp_path_factory.mktemp("kept"))
+    return store, serve(store, trained_drafts, "eagle3")
+
+
+@pytest.fixture
+def served(kept: tuple[Tracking, Version], monkeypatch: pytest.MonkeyPatch) -> Version:
+    """That champion; the environment names its registry."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", kept[0].uri)
+    return kept[1]
+
+
 def test_fetch_without_a_recipe(
-    store: Tracking, trained_drafts: Trained, tmp_path: Path, code: Code, capsys: pytest.CaptureFixture[str]
+    served: Version, trained_drafts: Trained, tmp_path: Path, code: Code, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    version = serve(store, trained_drafts, "eagle3")
-    target, digest = trained_drafts.target_folder, version.lineage.target_fingerprint
+    target, digest = trained_drafts.target_folder, served.lineage.target_fingerprint
     for name, named, layout in (("a", target, "vllm"), ("b", digest[:6], "sglang"), ("c", digest, None)):
         out = tmp_path / name
         assert code("fetch", out, "--target", named, *(["--format", layout] if layout else [])) == 0
@@ -240,7 +255,7 @@ def test_a_registered_draft_without_a_plan_is_fetched_with_what_is_assumed(
     ],
 )
 def test_what_cannot_be_fetched_is_said(
-    store: Tracking,
+    served: Version,
     trained_drafts: Trained,
     tmp_path: Path,
     code: Code,
@@ -248,8 +263,7 @@ def test_what_cannot_be_fetched_is_said(
     options: list[str],
     words: str,
 ) -> None:
-    version = serve(store, trained_drafts, "eagle3")
-    known = {"DIGITS": version.lineage.target_fingerprint[:8], "FOLDER": str(trained_drafts.target_folder)}
+    known = {"DIGITS": served.lineage.target_fingerprint[:8], "FOLDER": str(trained_drafts.target_folder)}
     assert code("fetch", tmp_path / "out", *(known.get(option, option) for option in options)) == 2
     assert words in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -22,19 +22,6 @@ from typing import Any, NamedTuple, NoReturn
 
 import pytest
 from ports import free_port
-from unsynced import unsynced
-
-_IMPORTED = [
-    "torch",
-    "transformers",
-    "deepspeed",
-    "draftforge.cli",
-    "draftforge.train.loop",
-    "draftforge.pipeline.retrain",
-    "mlflow.store.tracking.sqlalchemy_store",
-    "mlflow.store.model_registry.sqlalchemy_store",
-    "pytest",
-]
 
 
 class Ended(NamedTuple):
@@ -48,9 +35,10 @@ class Ended(NamedTuple):
 @cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
-    with pytest.MonkeyPatch.context() as patch:  # what the command line sets before it imports them
-        patch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")
+    context.set_forkserver_preload(["preloaded"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("TORCH_CPP_LOG_LEVEL", "FATAL")  # this and the next the command line sets before its imports
         patch.setenv("TQDM_DISABLE", "1")
         forkserver.ensure_running()
     return context
@@ -189,5 +177,4 @@ def _run(function: Callable[..., object], arguments: list[Any], place: Mapping[s
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    unsynced()
     function(*arguments)
