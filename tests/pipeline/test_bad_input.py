@@ -226,6 +226,7 @@ def test_a_target_that_cannot_be_used_is_refused(
     assert not list((tmp_path / "work").glob("capture-*"))
 
 
+@pytest.mark.slow
 def test_libraries_say_nothing_beside_our_line(
     write_recipe: Callable[..., Path], tiny_target_folder: Path, tmp_path: Path
 ) -> None:

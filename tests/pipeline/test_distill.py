@@ -23,6 +23,7 @@ from draftforge.storage import read_object
 from draftforge.train.throughput import NoSink
 
 
+@pytest.mark.slow
 def test_distill_promotes_and_a_second_run_does_no_work(
     distilled_once: Distilled, monkeypatch: pytest.MonkeyPatch
 ) -> None:

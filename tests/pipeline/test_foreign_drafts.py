@@ -62,6 +62,7 @@ def test_the_same_weights_score_the_same_in_every_layout(
     assert not list(Workspace(recipe).root.glob("train-small-*/checkpoints"))  # nothing of the recipe is trained for it
 
 
+@pytest.mark.slow
 def test_heads_of_every_family_are_scored_with_trees(recipe: Recipe, scored: list[Scored], tmp_path: Path) -> None:
     target = Workspace(recipe).target
     sizes = {**heads.LAYER, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size}

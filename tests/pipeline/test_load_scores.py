@@ -16,7 +16,7 @@ from draftforge.pipeline import parallel_scoring, scoring
 from draftforge.pipeline.scoring import Scored
 from draftforge.recipe import load_recipe
 
-pytestmark = pytest.mark.usefixtures("stage_cache")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("stage_cache")]
 WriteRecipe = Callable[..., Path]
 SMALL = {"family": "small", "layers": 2, "steps": 2, "warmup_steps": 1, "tokens_per_step": 256}
 LOAD = {"engine": "vllm", "batch_sizes": {1: 0.75, 8: 0.25}, "context_tokens": 300, "answer_tokens": 16}

@@ -59,6 +59,7 @@ def quick_trees(monkeypatch: pytest.MonkeyPatch) -> list[CostKey]:
     return keys
 
 
+@pytest.mark.slow
 def test_a_measured_tree_is_promoted_and_met_again(
     write_recipe: Callable[..., Path],
     stage_cache: None,
