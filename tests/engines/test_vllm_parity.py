@@ -91,7 +91,8 @@ def test_rounds_of_prompt_lookup_equal_vllms(
     drafted, accepted = (sum(getattr(r, name) for _, theirs in answers for r in theirs) for name in EngineRound._fields)
     assert accepted > 0.2 * drafted
     assert any(not r.drafted for ours, _ in answers for r in ours[:-1])  # rounds without a draft: vLLM books none
-    assert any(0 < r.drafted < K for _, theirs in answers for r in theirs) == (K > 1)  # copies that end with the text
+    if K == 5:  # copies that end with the text; shorter drafts need not meet one
+        assert any(0 < r.drafted < K for _, theirs in answers for r in theirs)
 
 
 OURS: dict[str, EagleSettings | MedusaSettings] = {
