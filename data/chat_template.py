@@ -29,20 +29,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InputError
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn
+from .logs.anthropic import BILLING_HEADER
 
 _REFUSED = (TemplateError, ArithmeticError, TypeError, ValueError, RecursionError)
 _CALL_ORDER: dict[Engine, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vllm": (("arguments", "name"), ("id", "function", "type")),
     "sglang": (("name", "arguments"), ("id", "index", "type", "function")),
 }
-_BILLING = "x-anthropic-billing-header"  # of Claude Code, another one in each request
 _MEDIA = ("image", "audio", "video", "vision")
 _ROW = ("message", "msg", "m")  # SGLang's names of a loop over messages
 
 
 def turn_ids(tokenizer: Any, conversation: Conversation, turn: Turn, answers: Sequence[str] = ()) -> list[int]:
     """Prompt ids of a turn, given the `answers` of earlier turns where it waits for them. Raises InputError."""
-    return render(
+    return ids_of_text(tokenizer, turn_text(tokenizer, conversation, turn, answers))
+
+
+def turn_text(tokenizer: Any, conversation: Conversation, turn: Turn, answers: Sequence[str] = ()) -> str:
+    """Text of a turn's prompt, of which `ids_of_text` gives the ids. Raises InputError."""
+    return render_text(
         tokenizer,
         turn.context(answers),
         conversation.tools,
@@ -64,9 +69,12 @@ def render(
 
     Raises InputError for a tokenizer without chat template and for messages that its template refuses.
     """
-    # Text first, and tokenized without special tokens: the template has written its own.
-    text = render_text(tokenizer, messages, tools, template_args, prompt_end, engine)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids_of_text(tokenizer, render_text(tokenizer, messages, tools, template_args, prompt_end, engine))
+
+
+def ids_of_text(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a rendered prompt. Raises InputError for an empty one."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written special tokens
     if not ids:
         raise InputError(f"{tokenizer.name_or_path}: its chat template makes an empty prompt of the messages")
     return ids
@@ -80,7 +88,7 @@ def render_text(
     prompt_end: PromptEnd = "opened",
     engine: Engine = "vllm",
 ) -> str:
-    """Text of a prompt, of which `render` gives the ids; it raises the same errors."""
+    """Text of a prompt, of which `ids_of_text` gives the ids; raises what `render` does."""
     require_chat_template(tokenizer)
     try:
         text = _text(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
@@ -158,7 +166,7 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
     texts = [sent] if isinstance(sent, str) else sent
     if engine == "vllm":
         texts = texts if parts else [text for text in texts if text]
-    sent_as_parts = isinstance(message.content, list) and bool(texts) if engine == "sglang" else True
+    sent_as_parts = engine == "vllm" or (isinstance(message.content, list) and bool(texts))
     content: Any = (" " if engine == "sglang" else "\n").join(texts)
     if parts and sent_as_parts and message.role != "tool":
         content = [{"type": "text", "text": text} for text in texts]
@@ -184,7 +192,7 @@ def without_billing(message: Message, engine: Engine) -> str | list[str]:
     if engine != "vllm" or message.role != "system":
         return content
     texts = [content] if isinstance(content, str) else content
-    cut = [(text.partition("\n")[2] if text.startswith(_BILLING) else text, text) for text in texts]
+    cut = [(text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text, text) for text in texts]
     kept = [rest for rest, text in cut if rest or rest == text]
     return kept[0] if isinstance(content, str) and kept else kept
 

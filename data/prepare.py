@@ -71,15 +71,16 @@ class Preparer:
         before = self._redactor.counts.copy()
         record = redacted(found, self._redactor)
         counts = self._redactor.counts - before
+        sampling, max_new_tokens = sampling_of(record, self._settings)
         return Prepared(
             id=record.id,
             key=record.key,
             source=record.source,
             group=None if record.group is None else group_key(record.domain, record.group),
-            stored=stored(record, self._settings, counts),
+            stored=stored(record, sampling, max_new_tokens, counts),
             signature=signature(record.user_text),
             turn_keys=turn_keys(record),
-            row=log_row(record, sampling_of(record, self._settings)[0]),
+            row=log_row(record, sampling),
             redacted=counts,
         )
 
@@ -137,9 +138,13 @@ def sampling_of(record: Record, settings: MixSettings) -> tuple[SamplingSettings
     return sampling, max_new_tokens
 
 
-def stored(record: Record, settings: MixSettings, redactions: Mapping[str, int]) -> bytes:
-    """A record as lines of JSON text, for `columns`: the columns of the mix's tables that it fills."""
-    sampling, max_new_tokens = sampling_of(record, settings)
+def stored(
+    record: Record, sampling: SamplingSettings | None, max_new_tokens: int | None, redactions: Mapping[str, int]
+) -> bytes:
+    """A record as lines of JSON text, for `columns`: the columns of the mix's tables that it fills.
+
+    `sampling`, `max_new_tokens`: what `sampling_of` gives.
+    """
     nested = {
         "messages": [message.model_dump(exclude_none=True) for message in record.messages],
         "tools": record.tools,

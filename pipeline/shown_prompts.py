@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.text import Text
 
-from ..data.chat_template import render_text, turn_ids
+from ..data.chat_template import ids_of_text, turn_text
 from ..data.conversation import Conversation, Turn, turns
 from ..data.mix import LEFT_OUT, ORIGINS, load_log, load_manifest, load_mix
 from ..data.split import unit
@@ -83,9 +83,8 @@ def _rendered(tokenizer: Any, one: Conversation, turn: Turn) -> Json:
     answers = [_STAND_IN] * turn.index if turn.waits_for is not None else []
     waits = {"waits_for_answers": turn.index} if turn.waits_for is not None else {}
     try:
-        form = (one.tools, one.template_args, turn.prompt_end, one.engine)
-        text = render_text(tokenizer, turn.context(answers), *form)
-        ids = turn_ids(tokenizer, one, turn, answers)
+        text = turn_text(tokenizer, one, turn, answers)
+        ids = ids_of_text(tokenizer, text)
     except InputError as error:
         return {"refused": str(error), **waits}
     return {"text": text, "ids": ids, "supervised_from": len(ids), **waits}

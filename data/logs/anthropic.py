@@ -29,7 +29,8 @@ _PASSED_OVER = (
 )
 """Fields of chat completions that a request of the Messages API has not: the endpoint passes over them."""
 _NOT_SENT_ON = ("system", "stop_sequences", "thinking", "output_config")
-_BILLING = "x-anthropic-billing-header"  # of Claude Code, one a request; vLLM leaves it out
+BILLING_HEADER = "x-anthropic-billing-header"
+"""Begins a line of Claude Code's, another one in each request, which vLLM leaves out of the system's texts."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -134,7 +135,7 @@ def _text(block: Mapping[str, Any]) -> str:
 
 def _shown(text: str) -> bool:
     """Whether a text of the system's is shown to the model."""
-    return bool(text) and not text.startswith(_BILLING)
+    return bool(text) and not text.startswith(BILLING_HEADER)
 
 
 def _add_message(messages: list[Any], message: Any) -> Reason | None:

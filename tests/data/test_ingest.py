@@ -5,10 +5,10 @@ from pathlib import Path
 
 from draftforge.data.conversation import Message
 from draftforge.data.ingest import Spool
-from draftforge.data.prepare import columns, restored, stored
+from draftforge.data.prepare import columns, restored, sampling_of, stored
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 CALL = [{"id": "c1", "function": {"name": "clock", "arguments": "{}"}}]
 FULL = Record(
@@ -37,7 +37,7 @@ SETTINGS = MixSettings.model_validate({"sources": [{"kind": "turns", "path": "lo
 
 
 def line(record: Record) -> bytes:
-    return stored(record, SETTINGS, {"email": 2})
+    return stored(record, *sampling_of(record, SETTINGS), {"email": 2})
 
 
 def test_lines_come_back_whole_in_any_order(tmp_path: Path) -> None:
