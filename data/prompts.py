@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..progress import bar
 from ..specdec.continuous_batching import PlainDecoder, QueuedRequest
 from ..specdec.requests import Request
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.targets import Target
 from .chat_template import render_text
 from .conversation import Conversation, Message, Turn, turns

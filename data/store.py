@@ -25,7 +25,7 @@ from .. import fingerprint, storage
 from ..errors import CorruptDataError, InputError, MissingFileError, StaleInputError
 from ..progress import track
 from ..specdec.replay.target_trace import RecordedAnswer
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.targets import Target
 from .conversation import Split
 from .teacher_logprobs import Signals

@@ -22,7 +22,7 @@ from ..specdec.memory_fit import takes_graphs
 from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
 from ..specdec.requests import DecodeRun, Request, RoundSeconds, RoundTimer
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from .bench.draft_memory import draft_bytes
 from .costs import CostKey, CostTable, MeasuredPrompt, MeasuredRound, timed_rule, way_of
 from .draft_configs import DraftConfig, ProposerSpec

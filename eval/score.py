@@ -26,7 +26,7 @@ from ..specdec.replay.expected_rounds import RoundCounts, count_rounds
 from ..specdec.replay.packing import Pack
 from ..specdec.replay.replay import Counted, rank_accuracies, replayable_rules
 from ..specdec.rules import rules_for
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.targets import Target
 from .counts import CountRow, context_bucket, to_table
 from .draft_configs import DraftConfig, ProposerSpec

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ..specdec.proposers.tree_settings import MOST_LEVELS, MeasuredTree, TreeSettings
 from ..specdec.rules import RULES, RuleName, preferred_rules
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 
 Engine = Literal["vllm", "sglang", "llama.cpp", "draftforge"]
 EngineRule = Literal["token", "block", "onehot", "match"]

@@ -8,7 +8,7 @@ from ..specdec.models import CausalModel
 from ..specdec.proposers.base import Proposer
 from ..specdec.replay.replay import Counted, replay, replayable_rules
 from ..specdec.replay.target_trace import TargetTrace, trace_target
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from .settings import ScoreSettings
 
 _PASS_TOKENS = {"cuda": 16384, "cpu": 2048}

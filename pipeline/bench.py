@@ -49,7 +49,7 @@ from ..specdec.proposers import Proposer
 from ..specdec.proposers.training_free import LOOKUP, TRAINING_FREE
 from ..specdec.proposers.tree_settings import MOST_LEVELS, TreeSettings
 from ..specdec.rules import choose_rule, known_rule
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
 from .generate import NO_DRAFT, check_smaller, check_tree, find_draft, helper_of

@@ -21,7 +21,7 @@ from ..specdec.proposers import CascadeProposer, Proposer
 from ..specdec.proposers.training_free import HELPERS, TRAINING_FREE
 from ..specdec.proposers.tree_settings import MeasuredTree
 from ..specdec.rules import RULES, choose_rule
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target

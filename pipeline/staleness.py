@@ -30,7 +30,7 @@ from ..progress import say
 from ..recipe import Recipe
 from ..registry.lineage import Version
 from ..registry.versions import is_models_uri
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 
 Floats = NDArray[np.float64]
 STALENESS_FILE = "staleness.json"

@@ -30,7 +30,7 @@ from ..specdec.formats import read_meta
 from ..specdec.proposers.tree_settings import MOST_LEVELS
 from ..specdec.requests import TargetSettings
 from ..specdec.rules import choose_rule
-from ..specdec.sampling import SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target

@@ -54,7 +54,7 @@ from draftforge.specdec.proposers.training_free import TRAINING_FREE
 from draftforge.specdec.replay.replay import replay
 from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
 from draftforge.specdec.requests import TargetSettings
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.stored_draft import StoredDraft
 from draftforge.specdec.targets import Target, locate, resolve_device
 

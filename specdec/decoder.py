@@ -34,7 +34,8 @@ from .proposers.base import Ask, Draft, ObservesTargetArgmax, Texts
 from .proposers.logits import pick_states, process_rows
 from .requests import DecodeRun, Generation, Request, Round, until_stop
 from .rules import RULES
-from .sampling import Purpose, SamplingSettings
+from .sampling import Purpose
+from .sampling_settings import SamplingSettings
 from .slot_table import SlotTable, draw, read_prompts, rows_by_setting
 from .tree import TreeBatch
 from .verify_batch import BatchVerdict, verify_batch, verify_greedy_chains

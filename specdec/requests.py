@@ -13,7 +13,7 @@ from ..errors import ContextLengthError, InputError
 from .models import CausalModel
 from .proposers.base import Proposer
 from .rules import check_rule, known_rule
-from .sampling import SamplingSettings
+from .sampling_settings import SamplingSettings
 
 Decode = Callable[[list[int]], str]
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from ..errors import InputError
-from .sampling import SamplingSettings
+from .sampling_settings import SamplingSettings
 from .tree import Drawn
 
 RuleName = Literal["greedy", "token", "block", "onehot", "match", "multiround", "recursive", "traversal", "typical"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from .sampling_settings import SamplingSettings as SamplingSettings
+from .sampling_settings import SamplingSettings
 
 
 def probabilities(logits_NV: Tensor, settings: SamplingSettings, seen_NV: Tensor | None = None) -> Tensor:

@@ -17,7 +17,8 @@ from .cuda_graphs import send
 from .models import CausalModel, States
 from .proposers.base import Texts
 from .requests import Request
-from .sampling import Purpose, SamplingSettings, categorical, penalised, probabilities, uniforms
+from .sampling import Purpose, categorical, penalised, probabilities, uniforms
+from .sampling_settings import SamplingSettings
 
 RowsOfSetting = tuple[SamplingSettings, Tensor | None]
 """A sampling setting and the rows that it draws; None: all of them."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...errors import EngineError, InputError, one_line
 from ...specdec.continuous_batching import DecodedAnswer, QueuedRequest
 from ...specdec.requests import Request
-from ...specdec.sampling import SamplingSettings
+from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target, locate
 from ..settings import VllmBackend
 from ..teacher_logprobs import FLOOR

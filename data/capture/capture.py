@@ -20,7 +20,7 @@ from ... import fingerprint, storage
 from ...distributed import ALONE, Ranks
 from ...errors import InputError, StaleInputError
 from ...progress import bar, say
-from ...specdec.sampling import SamplingSettings
+from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target
 from ..backends.base import open_engine
 from ..conversation import Conversation

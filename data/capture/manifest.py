@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ... import __version__, fingerprint, storage
 from ...errors import CorruptDataError, InputError, MissingFileError, OwnershipError, StaleInputError
 from ...progress import track
-from ...specdec.sampling import SamplingSettings
+from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target
 from ..conversation import Conversation
 from ..settings import BudgetSettings, CaptureSettings

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ...errors import ContextLengthError, InputError
 from ...progress import track
-from ...specdec.sampling import SamplingSettings
+from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target
 from ..chat_template import require_chat_template, turn_ids
 from ..conversation import Conversation, Split, Turn, turns

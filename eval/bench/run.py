@@ -24,7 +24,7 @@ from ...specdec.memory_fit import takes_graphs
 from ...specdec.models import CausalModel
 from ...specdec.proposers.base import Proposer
 from ...specdec.requests import DecodeRun, Generation, Request, RoundTimer
-from ...specdec.sampling import SamplingSettings
+from ...specdec.sampling_settings import SamplingSettings
 from ...storage import read_json, write_bytes
 from ..acceptance import Estimate
 from ..draft_configs import DraftConfig

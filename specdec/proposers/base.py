@@ -14,7 +14,7 @@ from torch import Tensor
 from ..cuda_graphs import send
 from ..models import States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from ..tree import ROOT, Drawn, TreeBatch
 from .tree_shape import TreeShape
 

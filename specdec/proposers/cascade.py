@@ -20,7 +20,8 @@ from ...errors import InputError
 from ..drafts.small import SmallDraft
 from ..models import States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings, categorical
+from ..sampling import categorical
+from ..sampling_settings import SamplingSettings
 from ..tree import Drawn
 from .base import Ask, Draft, Texts, Trace
 from .cross_tokenizer import TextReader

@@ -13,7 +13,7 @@ from ..cache import KVCache, reads_lengths
 from ..cuda_graphs import running, send
 from ..models import CausalModel, States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from ..tokenizer_bridge import ForeignDraft, Retokenized
 from ..tree import Drawn
 from .base import Ask, Draft, Texts, Trace

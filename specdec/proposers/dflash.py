@@ -15,7 +15,7 @@ from ..drafts.dflash import DFlashDraft
 from ..kernels.document_mask import QueryMask
 from ..models import CausalModel, States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from .base import Texts, Trace
 from .logits import MOST_PAIRS, over_vocabulary, trace_levels
 

@@ -10,7 +10,7 @@ from ...errors import InputError
 from ..cache import CacheStep, KVCache
 from ..models import States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
 from .logits import gather_rows, penalised_rows, see

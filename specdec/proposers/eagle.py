@@ -15,7 +15,7 @@ from ..drafts.eagle3 import Eagle3Draft
 from ..kernels.document_mask import QueryMask
 from ..models import CausalModel, States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from ..tree import ROOT
 from .base import Texts, Trace
 from .dynamic_tree import Branches

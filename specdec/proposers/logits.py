@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..models import States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings, penalised, probabilities
+from ..sampling import penalised, probabilities
+from ..sampling_settings import SamplingSettings
 from .base import UNRANKED, Trace
 
 MOST_PAIRS = 1 << 22

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..drafts.medusa import MedusaDraft
 from ..models import States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from .base import Texts, Trace
 from .logits import last_of, trace_levels
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import InputError
 from ..models import States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Proposer, Texts, Trace
 from .logits import constant

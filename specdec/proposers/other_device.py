@@ -18,7 +18,7 @@ from ..cuda_graphs import running
 from ..drafts.base import DraftModule
 from ..models import CausalModel, States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from .base import Drafter, Texts, Trace
 
 

@@ -16,7 +16,7 @@ from ...errors import InputError
 from ..cuda_graphs import send
 from ..models import States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from ..tree import Drawn
 from .base import UNRANKED, Ask, Draft, Texts, Trace
 from .tree_shape import TreeShape

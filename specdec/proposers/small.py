@@ -12,7 +12,7 @@ from ..drafts.small import SmallDraft
 from ..memory_fit import probe_pass
 from ..models import States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from .base import UNRANKED, Texts, Trace
 from .dynamic_tree import Branches
 from .logits import last_of, trace_level

@@ -11,7 +11,8 @@ from torch import Tensor
 from ...errors import InputError
 from ..models import States
 from ..replay.packing import Pack
-from ..sampling import SamplingSettings, categorical
+from ..sampling import categorical
+from ..sampling_settings import SamplingSettings
 from ..tree import Drawn, TreeBatch
 from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
 from .logits import constant, likeliest, penalised_rows, process_rows, see

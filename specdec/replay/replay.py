@@ -20,7 +20,7 @@ from ..cuda_graphs import running
 from ..proposers.base import Proposer, Trace
 from ..proposers.tree_shape import TreeShape
 from ..rules import RULES, known_rule, rules_for, takes
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from .dynamic import replay_dynamic
 from .expected_rounds import (
     Floats,

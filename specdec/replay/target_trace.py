@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cuda_graphs import running
 from ..models import CausalModel, States
 from ..proposers.logits import trace_level
-from ..sampling import SamplingSettings
+from ..sampling_settings import SamplingSettings
 from .packing import Pack, Text
 
 

@@ -12,7 +12,7 @@ import pytest
 from draftforge.data.mix import CONVERSATIONS, LOG, MEMBERS, ORIGINS, build_mix, load_manifest, load_members, load_mix
 from draftforge.data.settings import MixSettings
 from draftforge.errors import CorruptDataError, DraftforgeError, InputError, MissingFileError
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 WORDS = [f"word{i}" for i in range(300)]
 Line = dict[str, Any]

@@ -13,7 +13,7 @@ from draftforge.data.profile import JOINT, LOG, MIX, chi_square_p, profile, vari
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
 from draftforge.data.stratify import Column, LogTable, bucket, labels_of, lengths_of, log_row
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 
 def counts(*numbers: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from draftforge.data.logs.chat import LeftOut
 from draftforge.data.records import Record, parse
 from draftforge.data.settings import FileSource, Shape
 from draftforge.errors import InputError
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 
 def read(line: Any, shape: Shape = "messages", **source: Any) -> Record:

@@ -13,7 +13,7 @@ from draftforge import fingerprint
 from draftforge.data.store import Capture, Sample, write_shard
 from draftforge.data.teacher_logprobs import Signals, teacher_signals
 from draftforge.errors import CorruptDataError, InputError, MissingFileError, StaleInputError
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 VOCAB = 40
 

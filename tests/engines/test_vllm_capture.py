@@ -15,7 +15,7 @@ from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.conversation import SPLITS
 from draftforge.data.settings import CaptureSettings, VllmBackend
 from draftforge.data.store import Capture, Sample
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -20,7 +20,7 @@ from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.formats import write_draft
 from draftforge.specdec.proposers import Proposer, make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.settings import BackboneSettings, EagleSettings, MedusaSettings
 

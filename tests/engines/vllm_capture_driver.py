@@ -15,7 +15,7 @@ from draftforge.data.capture.scheduler import answer_shards
 from draftforge.data.conversation import Conversation
 from draftforge.data.settings import CaptureSettings
 from draftforge.specdec.requests import TargetSettings
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
 

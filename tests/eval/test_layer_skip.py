@@ -26,7 +26,7 @@ from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
 GREEDY, WARM = SamplingSettings(), SamplingSettings(temperature=1.0, top_k=12)

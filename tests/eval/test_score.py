@@ -25,7 +25,7 @@ from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.tree_settings import DynamicTree, OwnTree, StaticTree
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 from draftforge.specdec.replay.target_trace import TargetTrace, trace_target
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
 GREEDY, WARM = SamplingSettings(), SamplingSettings(temperature=1.0, top_k=12)

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.proposers.tree_settings import StaticTree
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 WARM = SamplingSettings(temperature=0.8)
 

@@ -13,7 +13,7 @@ from draftforge.pipeline.staleness import Cause, Change, Staleness, mix_drift, t
 from draftforge.pipeline.staleness_evidence import what_changed
 from draftforge.registry.lineage import Lineage
 from draftforge.specdec.replay.expected_rounds import RoundCounts
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import fingerprint_of
 
 GREEDY = SamplingSettings()

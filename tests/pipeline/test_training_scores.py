@@ -17,7 +17,7 @@ from draftforge.pipeline import stages
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 EAGLE3 = {
     "family": "eagle3",

@@ -17,7 +17,7 @@ from draftforge.specdec.cuda_graphs import OpCounter, Shapes
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.requests import Generation, Request
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 STOPS = [frozenset({5, 17}), frozenset({3}), frozenset[int]()]
 SETTINGS = [

@@ -12,7 +12,7 @@ from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.tree_settings import DynamicTree
 from draftforge.specdec.replay import dynamic, replay, target_trace
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 ANSWER = target_trace.RecordedAnswer([5, 9, 2], [7, 1, 30, 4], 4)

@@ -20,7 +20,8 @@ from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Proposer
 from draftforge.specdec.proposers.base import Ask, Draft
 from draftforge.specdec.requests import DecodeRun, Generation, Request, RoundTimer, until_stop
-from draftforge.specdec.sampling import SamplingSettings, probabilities
+from draftforge.specdec.sampling import probabilities
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tree import TreeBatch
 
 GREEDY = SamplingSettings()

@@ -18,7 +18,7 @@ from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import Proposer, make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.replay.expected_rounds import count_rounds
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 # Row t: what of three drafted tokens is right when t tokens of the answer are known. Eight tokens are asked for.
 RUNS = CountedRounds([2, 3, 0, 1, 0, 0, 2, 3, 0, 0, 0], [3] * 11)

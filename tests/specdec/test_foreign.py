@@ -26,7 +26,7 @@ from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.replay import replay
 from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
 from draftforge.specdec.requests import Generation, Request
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tokenizer_bridge import ForeignDraft
 
 GREEDY = SamplingSettings()

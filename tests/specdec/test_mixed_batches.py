@@ -14,7 +14,7 @@ from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Draft, Proposer
 from draftforge.specdec.requests import DecodeRun, Generation, Request
 from draftforge.specdec.rules import RULES
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tree import ROOT
 
 Way = tuple[int, ...]

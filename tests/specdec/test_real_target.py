@@ -13,7 +13,7 @@ from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.proposers import CascadeProposer, ForeignProposer, Proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.requests import TargetSettings
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 from draftforge.specdec.tokenizer_bridge import ForeignDraft
 

@@ -17,7 +17,7 @@ from draftforge.specdec.cuda_graphs import OpCounter, Replays
 from draftforge.specdec.decoder import Generation, generate
 from draftforge.specdec.kernels.attention import attention
 from draftforge.specdec.requests import Request
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=0.9, top_k=12, top_p=0.95)

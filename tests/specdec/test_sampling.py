@@ -18,7 +18,6 @@ from draftforge.data.settings import CaptureSettings, SamplingChoice
 from draftforge.errors import InputError
 from draftforge.specdec.sampling import (
     Purpose,
-    SamplingSettings,
     _keep_top_k,
     _keep_top_k_then_p,
     _keep_top_p,
@@ -26,6 +25,7 @@ from draftforge.specdec.sampling import (
     probabilities,
     uniforms,
 )
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 LARGEST_U = 1.0 - 2.0**-53
 RARE = 1e-3  # a sound generator fails a statistical test below with this chance (and then always: they are seeded)

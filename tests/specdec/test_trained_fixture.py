@@ -10,7 +10,7 @@ from trained import DRAFTS, PROMPTS, Trained
 
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 
 @pytest.mark.slow

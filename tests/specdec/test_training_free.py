@@ -12,7 +12,7 @@ from draftforge.specdec.decoder import generate
 from draftforge.specdec.proposers import training_free
 from draftforge.specdec.proposers.suffix import SuffixProposer
 from draftforge.specdec.requests import Request
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=0.8)

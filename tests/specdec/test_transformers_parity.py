@@ -12,7 +12,7 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers import make_proposer
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 pytestmark = pytest.mark.slow
 

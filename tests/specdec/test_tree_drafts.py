@@ -25,7 +25,8 @@ from draftforge.specdec.proposers import (
     make_proposer,
 )
 from draftforge.specdec.proposers.base import Texts
-from draftforge.specdec.sampling import SamplingSettings, categorical, penalised, probabilities
+from draftforge.specdec.sampling import categorical, penalised, probabilities
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tree import TreeBatch
 
 GREEDY = SamplingSettings()

@@ -19,7 +19,7 @@ from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import Drafter, DynamicProposer, StaticProposer, Trace, make_drafter
 from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.requests import Request
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tree import DraftTree, TreeBatch
 
 SHORT, LONG = 3, 13  # prompts: shorter than the window of 5, and past it

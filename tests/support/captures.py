@@ -7,7 +7,7 @@ import torch
 from draftforge.data.conversation import SPLITS, Conversation, Message
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 
 def orders(

@@ -19,7 +19,7 @@ from draftforge.specdec.formats import DraftMeta, save_draft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_drafter, make_proposer
 from draftforge.specdec.proposers.base import Texts
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 from draftforge.specdec.tree import ROOT
 from draftforge.train.families.base import Family

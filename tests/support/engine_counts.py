@@ -24,7 +24,7 @@ from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers.base import Proposer
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 CountingConvention = Literal["draftforge", "llamacpp", "transformers", "vllm"]
 

@@ -15,7 +15,7 @@ from draftforge.eval.leaderboard import Checkpoint, Row, config_rows, domain_row
 from draftforge.eval.report.page import Link, ReportRecords, holdout_record, score_record
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.replay.expected_rounds import RoundCounts
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 DEPTHS = (1, 2, 4)
 SETTINGS = ScoreSettings(sampling=[SamplingSettings(), SamplingSettings(temperature=0.8)], draft_tokens=list(DEPTHS))

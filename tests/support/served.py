@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
 

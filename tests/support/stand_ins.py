@@ -18,7 +18,7 @@ from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 VOCAB = 61
 LAYER: dict[str, Any] = {

@@ -19,7 +19,7 @@ from ...errors import DeviceMemoryError, InputError
 from ...specdec.continuous_batching import PlainDecoder, QueuedRequest
 from ...specdec.drafts.small import SmallDraft
 from ...specdec.requests import Request
-from ...specdec.sampling import SamplingSettings
+from ...specdec.sampling_settings import SamplingSettings
 from ..settings import OnPolicySettings
 
 _MOST_SLOTS = 64  # answers at a time: more would take memory from the training and save little time

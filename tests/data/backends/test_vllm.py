@@ -20,7 +20,7 @@ from draftforge.data.conversation import SPLITS, Conversation
 from draftforge.data.settings import CaptureSettings, VllmBackend
 from draftforge.data.store import Capture
 from draftforge.errors import EngineError, InputError, StaleInputError
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(
@@ -221,7 +221,7 @@ from pathlib import Path
 from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.conversation import Conversation
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
 

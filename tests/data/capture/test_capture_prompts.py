@@ -11,7 +11,7 @@ from draftforge.data.conversation import Conversation, Message, Role
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(max_new_tokens=2, batch_size=4, top_k=4, tail_samples=1)

@@ -30,7 +30,7 @@ from draftforge.data.store import Capture
 from draftforge.errors import CorruptDataError, DiskFullError
 from draftforge.specdec.continuous_batching import DecodedAnswer, QueuedRequest
 from draftforge.specdec.requests import Request
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 VOCAB = 50
 SETTINGS = CaptureSettings(max_new_tokens=6, batch_size=4, top_k=4, tail_samples=2, shard_samples=5)

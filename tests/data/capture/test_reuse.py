@@ -13,7 +13,7 @@ from draftforge.data.conversation import SPLITS, Conversation, Message
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import CorruptDataError, StaleInputError
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(max_new_tokens=12, batch_size=4, top_k=8, tail_samples=4, store_dtype="float32")

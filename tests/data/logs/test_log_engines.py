@@ -12,7 +12,7 @@ from log_reading import SAMPLES, read_log, write_lines
 from draftforge.data.logs.parsing import unrender
 from draftforge.data.logs.vllm import VllmReader
 from draftforge.errors import InputError
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 CHATML = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 SPOKEN = [("system", 'You are it\'s "helper".'), ("user", "Line one,\nprompt: 'x', params: y")]

@@ -8,7 +8,7 @@ import pytest
 from log_reading import SAMPLES, read_log, write_lines
 
 from draftforge.errors import InputError
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 USER = {"role": "user", "content": "Hi"}
 

@@ -29,7 +29,7 @@ from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.requests import DecodeRun
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 PLAIN = BenchEntry(Setting(method="plain", levels=0, batch_size=1), None)
 

@@ -23,7 +23,7 @@ from draftforge.specdec.replay.dynamic import replay_dynamic
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.replay import replay
 from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 TOKENS, WIDTH = 12, 4

@@ -25,7 +25,7 @@ from draftforge.specdec.kernels.fused import _Rotary, fuse
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_proposer
 from draftforge.specdec.requests import Request
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 

@@ -19,7 +19,7 @@ from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.proposers.cascade import CascadeProposer, Choice, Helper, SmallHelper
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.requests import Request
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=0.8, top_p=0.95)

@@ -15,7 +15,7 @@ from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.proposers.lookahead import JacobiProposer
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.requests import Generation, Request
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 STATES = States(torch.zeros(1, 1, 1), None)

@@ -9,7 +9,8 @@ from torch import Tensor
 from draftforge.specdec.proposers.base import UNRANKED
 from draftforge.specdec.proposers.logits import likeliest, trace_from_logits, trace_level
 from draftforge.specdec.replay.packing import Pack, Text
-from draftforge.specdec.sampling import SamplingSettings, penalised
+from draftforge.specdec.sampling import penalised
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 few = st.sampled_from([float("-inf"), -1.0, -0.0, 0.0, 0.5, 2.0])

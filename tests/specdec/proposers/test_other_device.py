@@ -38,7 +38,7 @@ from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.replay.replay import replay
 from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tree import ROOT
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -13,7 +13,7 @@ from draftforge.specdec.proposers import Ask
 from draftforge.specdec.proposers.base import UNRANKED, Texts
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.replay.packing import Pack, Text
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 STATES = States(torch.zeros(1, 1, 1), None)

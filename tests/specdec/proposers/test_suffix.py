@@ -16,7 +16,7 @@ from draftforge.specdec.proposers import Ask
 from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.proposers.suffix import Node, SuffixProposer, SuffixTrie, following, times
 from draftforge.specdec.requests import Request
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 STATES = States(torch.zeros(1, 1, 1), None)

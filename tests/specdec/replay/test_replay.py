@@ -21,7 +21,7 @@ from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.replay.replay import Counted, rank_accuracies, replay, replayable
 from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target
 from draftforge.specdec.rules import RULES
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=1.0, top_k=12, repetition_penalty=1.2)

@@ -29,7 +29,7 @@ from draftforge.specdec.replay.expected_rounds import (
 )
 from draftforge.specdec.replay.replay import replay
 from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 WARM = SamplingSettings(temperature=1.0)
 K, LENGTH, ANSWERS = 4, 48, 360

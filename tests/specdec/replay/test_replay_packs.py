@@ -20,7 +20,8 @@ from draftforge.specdec.replay import dynamic
 from draftforge.specdec.replay.replay import Counted, replay, replayable
 from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target
 from draftforge.specdec.rules import RULES
-from draftforge.specdec.sampling import SamplingSettings, penalised, probabilities
+from draftforge.specdec.sampling import penalised, probabilities
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()
 DRY = SamplingSettings(repetition_penalty=1.4)

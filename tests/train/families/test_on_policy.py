@@ -17,7 +17,7 @@ from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.requests import Request, TargetSettings
-from draftforge.specdec.sampling import SamplingSettings
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.families import build, on_policy
 from draftforge.train.families.initial_weights import prune
