@@ -17,7 +17,7 @@ import typer
 
 from . import __version__
 from .errors import DraftforgeError, InputError, MissingFileError, RecipeError, StoppedError
-from .pipeline.options import (
+from .pipeline.cli_options import (
     BenchOptions,
     GenerateOptions,
     MetricsOptions,

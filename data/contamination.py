@@ -11,7 +11,7 @@ from .. import progress
 from ..errors import named
 from .conversation import SPLITS
 from .dedup import NO_TURNS, Member, PlacedMember, Signature, SimilarityIndex, TurnKeys, sharing_a_band, signature
-from .prepare import redacted
+from .prepared_records import redacted
 from .prompts import source_of
 from .redact import Redactor
 from .settings import MixSettings

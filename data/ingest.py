@@ -20,8 +20,8 @@ from .. import progress, storage
 from .concurrency import Traffic
 from .conversation import SPLITS, Split
 from .dedup import SIGNATURE_LENGTH, Member, Signature, TurnIndex
-from .outcomes import SourceCounts
-from .prepare import Prepared, Preparer, Unit, columns, restored
+from .prepared_records import Prepared, Preparer, Unit, columns, restored
+from .record_outcomes import SourceCounts
 from .settings import MixSettings, Source
 from .sources import SamplePrompts, SmallestSample, counted, require_some, units
 from .stratify import LogTable

@@ -31,7 +31,7 @@ from .contamination import holdout_report, near_any, read_evaluation_sets, turn_
 from .conversation import SPLITS, Conversation, Split
 from .dedup import SIGNATURE_LENGTH, Member, PlacedMember, asked_elsewhere, cluster_members
 from .ingest import IngestedRecords, Spool, ingest, strictest
-from .outcomes import BROKEN, COPY, name_of
+from .record_outcomes import BROKEN, COPY, name_of
 from .settings import MixSettings, TargetSource
 from .sources import SamplePrompts, input_digests
 from .split import require_every_split, split_of

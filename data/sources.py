@@ -18,7 +18,7 @@ from . import files
 from .concurrency import Traffic
 from .logs.chat import Entry, LogReader
 from .logs.readers import FORMATS
-from .outcomes import COPY, OVER_LIMIT, Outcome, SourceCounts, name_of, outcomes_of, read_item
+from .record_outcomes import COPY, OVER_LIMIT, Outcome, SourceCounts, name_of, outcomes_of, read_item
 from .records import DEFAULT_COLUMNS, Record
 from .settings import DatasetSource, FileKind, FileSource, MixSettings, Shape, Source, TargetSource
 

@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 from typing import Any, Concatenate, TypeVar
 
 from ..errors import LostRankError
-from .prepare import Preparer
+from .prepared_records import Preparer
 from .settings import MixSettings
 
 R = TypeVar("R")

@@ -24,7 +24,7 @@ from ..specdec.proposers.base import Proposer
 from ..specdec.requests import DecodeRun, Request, RoundSeconds, RoundTimer
 from ..specdec.sampling_settings import SamplingSettings
 from .bench.draft_memory import draft_bytes
-from .costs import CostKey, CostTable, MeasuredPrompt, MeasuredRound, timed_rule, way_of
+from .cost_table import CostKey, CostTable, MeasuredPrompt, MeasuredRound, timed_rule, way_of
 from .draft_configs import DraftConfig, ProposerSpec
 from .settings import LoadSettings, ScoreSettings
 

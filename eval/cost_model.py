@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from ..errors import InputError
-from .costs import PLAIN_WAY, CostTable, MeasuredPrompt, MeasuredRound, RoundCost, way_of
+from .cost_table import PLAIN_WAY, CostTable, MeasuredPrompt, MeasuredRound, RoundCost, way_of
 from .draft_configs import DraftConfig
 
 Floats = NDArray[np.float64]

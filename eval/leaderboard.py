@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import InputError
-from ..specdec.rules import RULES, deciding_rule
+from ..specdec.accept_rules import RULES, deciding_rule
 from .acceptance import Estimate, acceptance, alphas, cluster_sums, ratio, tau, tau_bounds, tau_difference
-from .costs import CostKey, RoundCost
+from .cost_table import CostKey, RoundCost
 from .counts import concat, groups, values, where
 from .draft_configs import DraftConfig
 from .serving_load import (

@@ -16,6 +16,7 @@ from .. import fingerprint
 from ..data.store import Sample
 from ..errors import InputError, ReplayMismatchError
 from ..progress import Advance, bar, say
+from ..specdec.accept_rules import rules_for
 from ..specdec.cuda_graphs import running
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.models import CausalModel
@@ -25,7 +26,6 @@ from ..specdec.proposers.tree_shape import TreeShape
 from ..specdec.replay.expected_rounds import RoundCounts, count_rounds
 from ..specdec.replay.packing import Pack
 from ..specdec.replay.replay import Counted, rank_accuracies, replayable_rules
-from ..specdec.rules import rules_for
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.targets import Target
 from .counts import CountRow, context_bucket, to_table

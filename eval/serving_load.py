@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..errors import InputError
 from .acceptance import Estimate
 from .cost_model import CostFit
-from .costs import CostKey, CostTable, RoundCost
+from .cost_table import CostKey, CostTable, RoundCost
 from .draft_configs import DraftConfig
 from .settings import LoadSettings
 from .speedup import Gain, chain_alpha, pooled

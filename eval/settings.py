@@ -5,8 +5,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ..specdec.accept_rules import RULES, RuleName, preferred_rules
 from ..specdec.proposers.tree_settings import MOST_LEVELS, MeasuredTree, TreeSettings
-from ..specdec.rules import RULES, RuleName, preferred_rules
 from ..specdec.sampling_settings import SamplingSettings
 
 Engine = Literal["vllm", "sglang", "llama.cpp", "draftforge"]

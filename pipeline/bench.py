@@ -37,7 +37,7 @@ from ..eval.bench.run import (
     run_all,
 )
 from ..eval.bench.table import bench_rows, show_bench
-from ..eval.costs import hardware_name
+from ..eval.cost_table import hardware_name
 from ..eval.draft_configs import DraftConfig, ProposerSpec
 from ..eval.report.charts import bench_svg
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
@@ -45,15 +45,15 @@ from ..eval.summary import bench_summary
 from ..progress import say, track
 from ..recipe import Recipe
 from ..registry.lineage import git_commit
+from ..specdec.accept_rules import choose_rule, known_rule
 from ..specdec.proposers import Proposer
 from ..specdec.proposers.training_free import LOOKUP, TRAINING_FREE
 from ..specdec.proposers.tree_settings import MOST_LEVELS, TreeSettings
-from ..specdec.rules import choose_rule, known_rule
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
+from .cli_options import BenchOptions
 from .generate import NO_DRAFT, check_smaller, check_tree, find_draft, helper_of
-from .options import BenchOptions
 from .scoring import Scorer
 from .stages import captured_stages
 from .workspace import Workspace, require_whole

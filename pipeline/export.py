@@ -16,9 +16,9 @@ from ..eval.settings import HOLDOUT_SPLIT
 from ..eval.target_pass_cache import replay_samples
 from ..progress import say
 from ..recipe import Recipe
+from ..registry.champion_alias import judged_figures
 from ..registry.connect import Tracking, redacted
 from ..registry.lineage import Version
-from ..registry.promotion import judged_figures
 from ..registry.versions import champion, resolve_models_uri
 from ..specdec.formats import (
     Format,

@@ -15,17 +15,17 @@ from ..eval.settings import SELECTION_SPLIT
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.versions import champion, resolve_models_uri
+from ..specdec.accept_rules import RULES, choose_rule
 from ..specdec.decoder import Generation, Request
 from ..specdec.decoder import generate as decode
 from ..specdec.proposers import CascadeProposer, Proposer
 from ..specdec.proposers.training_free import HELPERS, TRAINING_FREE
 from ..specdec.proposers.tree_settings import MeasuredTree
-from ..specdec.rules import RULES, choose_rule
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
-from .options import GenerateOptions
+from .cli_options import GenerateOptions
 from .scoring import Scorer
 from .stages import captured_stages, checkpoints_of
 from .workspace import Workspace, require_whole, store_exists

@@ -10,9 +10,18 @@ from pathlib import Path
 from .. import fingerprint
 from ..data.store import Sample
 from ..errors import InputError
-from ..eval.costs import CostTable
+from ..eval.cost_table import CostTable
 from ..eval.draft_configs import ProposerSpec
-from ..eval.layer_skip import RoundTimes, SkipCounts, SkipScore, SkipScorer, Sublayer, search, skipped_layers, sublayers
+from ..eval.layer_skip_search import (
+    RoundTimes,
+    SkipCounts,
+    SkipScore,
+    SkipScorer,
+    Sublayer,
+    search,
+    skipped_layers,
+    sublayers,
+)
 from ..eval.score import stratified_conversations
 from ..eval.settings import SELECTION_SPLIT
 from ..eval.table import SkipRow, show_skips
@@ -21,7 +30,7 @@ from ..recipe import Recipe
 from ..specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from ..specdec.formats.layer_skip import SkipFile, check_writable, write_skipped
 from ..specdec.stored_draft import StoredDraft
-from .options import SkipLayersOptions
+from .cli_options import SkipLayersOptions
 from .scoring import Scorer
 from .stages import Stage, captured_stages
 from .workspace import Workspace, open_workspace, require_whole

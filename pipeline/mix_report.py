@@ -14,8 +14,8 @@ import numpy as np
 
 from .. import __version__, storage
 from ..data.conversation import SPLITS
-from ..data.profile import DISTINCT, JOINT, LOG, MIX, QUANTILES, SIDES, Profile, Shares, profile
 from ..data.stratify import DAY, NONE
+from ..data.traffic_profile import DISTINCT, JOINT, LOG, MIX, QUANTILES, SIDES, Profile, Shares, profile
 from ..errors import DraftforgeError, InputError
 from ..eval.report import svg
 from ..eval.report.charts import HEIGHT, bar_chart, curves

@@ -36,11 +36,11 @@ from ..eval.leaderboard import serving
 from ..eval.summary import describe_mismatch
 from ..progress import say
 from ..recipe import Recipe
+from ..registry.champion_alias import DECISION_TAG, RECORD_TAG, SPEEDUP_TAG, history
 from ..registry.connect import Tracking, mlflow_errors, redacted
 from ..registry.lineage import Version, as_version
-from ..registry.promotion import DECISION_TAG, RECORD_TAG, SPEEDUP_TAG, history
 from ..registry.versions import CHAMPION, aliases, model_name
-from .options import MetricsOptions
+from .cli_options import MetricsOptions
 from .promotion import kept_counts
 from .staleness import STALENESS_FILE
 from .workspace import Workspace

@@ -26,18 +26,18 @@ from ..eval.settings import HOLDOUT_SPLIT
 from ..eval.table import interval
 from ..progress import say
 from ..recipe import PromotionSettings, Recipe
-from ..registry import promotion as registry_promotion
+from ..registry import champion_alias
 from ..registry.artifacts import pickles, run_files
+from ..registry.champion_alias import ALREADY, history, last_decision, promote
 from ..registry.connect import Tracking, mlflow_errors, redacted
 from ..registry.gate import Decision, decide
 from ..registry.lineage import Lineage, Version, ancestors, git_commit
-from ..registry.promotion import ALREADY, history, last_decision, promote
 from ..registry.versions import champion, register_version, resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.tree_settings import MergedTree
 from ..specdec.serving_plan import stored_plan, write_plan
 from .export import export_draft, is_copy
-from .holdout import Measured, evidence, measure_holdout, show_holdout
+from .holdout_evaluation import Measured, evidence, measure_holdout, show_holdout
 from .scoring import Scored, Scorer, check_score
 from .stages import Stages
 from .workspace import Workspace
@@ -160,7 +160,7 @@ def _no_heir(scored: Scored, champion: Version) -> Decision:
 
 def rollback(recipe: Recipe, undo: bool = False, why: str = "") -> None:
     """Make the previous champion of the recipe's target the champion again; `undo`: the one that a rollback left."""
-    space, move = Workspace(recipe), registry_promotion.undo_rollback if undo else registry_promotion.rollback
+    space, move = Workspace(recipe), champion_alias.undo_rollback if undo else champion_alias.rollback
     version = move(space.tracking, space.target_fingerprint, why or "asked for on the command line")
     say(f"{version.reference}: champion again")
     follow_champion(space)

@@ -29,8 +29,8 @@ from ..specdec.serve_commands import UNKNOWN_TARGET, ServeCommand
 from ..specdec.serving_plan import find_plan
 from ..specdec.targets import Source, locate, target_fingerprint
 from ..storage import read_object
+from .cli_options import StoreOptions
 from .export import rewrite_draft, say_assumed, show_command, version_facts
-from .options import StoreOptions
 from .workspace import open_recipe_store, open_store
 
 _FIELD, _NO_ID = "target.model: ", "not a hub id (owner/name)"

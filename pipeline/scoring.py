@@ -23,7 +23,7 @@ from ..data.store import Capture, Sample
 from ..errors import CorruptDataError, InputError, MissingFileError
 from ..eval import counts
 from ..eval.cost_measurement import Grid, costs_file, measure_costs, most_context
-from ..eval.costs import CostTable, cached_costs, cost_key, table_for, write_tables
+from ..eval.cost_table import CostTable, cached_costs, cost_key, table_for, write_tables
 from ..eval.draft_configs import ProposerSpec
 from ..eval.leaderboard import (
     PLAIN,

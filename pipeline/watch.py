@@ -29,7 +29,7 @@ from apscheduler.schedulers.background import BackgroundScheduler
 
 from ..errors import InputError
 from ..progress import say
-from .options import WatchOptions
+from .cli_options import WatchOptions
 
 if TYPE_CHECKING:
     from ..recipe import Recipe

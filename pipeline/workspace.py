@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from .. import fingerprint, storage
 from ..distributed import ALONE, ranks
 from ..errors import CorruptDataError, InputError, LockedError, MissingFileError, OwnershipError, named
-from ..eval.costs import CostTable, read_tables
+from ..eval.cost_table import CostTable, read_tables
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.connect import DATABASE_NAME, RegistrySettings, Tracking, open_tracking, quick_requests
@@ -41,7 +41,7 @@ from ..specdec.requests import TargetSettings
 from ..specdec.targets import Target, target_files, target_fingerprint
 from ..train.checkpoints import flatten
 from ..train.settings import Settings
-from .options import StoreOptions
+from .cli_options import StoreOptions
 
 OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
 HALF_WRITTEN = (

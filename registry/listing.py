@@ -9,10 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from ..errors import RegistryError
 from ..fingerprint import short
 from ..progress import say
-from .connect import Tracking, mlflow_errors
-from .gate import StoredDecision
-from .lineage import LINEAGE_TAG, Version, as_version
-from .promotion import (
+from .champion_alias import (
     BY_CHOICE_TAG,
     DECISION_TAG,
     REASONS_TAG,
@@ -24,6 +21,9 @@ from .promotion import (
     history,
     tag_number,
 )
+from .connect import Tracking, mlflow_errors
+from .gate import StoredDecision
+from .lineage import LINEAGE_TAG, Version, as_version
 from .versions import CANDIDATE, CHAMPION, PREVIOUS, targets
 
 _ORDER = (CHAMPION, CANDIDATE, PREVIOUS)

@@ -25,11 +25,11 @@ from ..errors import InputError, StaleInputError
 from ..eval.settings import ScoreSettings
 from ..fingerprint import short
 from ..progress import say
+from ..specdec.accept_rules import choose_rule
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.formats import read_meta
 from ..specdec.proposers.tree_settings import MOST_LEVELS
 from ..specdec.requests import TargetSettings
-from ..specdec.rules import choose_rule
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft

@@ -47,7 +47,7 @@ from draftforge.pipeline.bench import (
     longest_text,
     run_and_report,
 )
-from draftforge.pipeline.options import BenchOptions
+from draftforge.pipeline.cli_options import BenchOptions
 from draftforge.progress import track
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.proposers.training_free import TRAINING_FREE

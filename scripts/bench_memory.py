@@ -19,12 +19,12 @@ from draftforge.data.batches import collate
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.targets import Target
-from draftforge.train.engine import TorchEngine
 from draftforge.train.families.eagle3 import Eagle3Family, eagle3_config
 from draftforge.train.losses.linear_head import LossSettings
 from draftforge.train.optimizers import make_optimizer
 from draftforge.train.precision import matrix_dtype
 from draftforge.train.settings import Eagle3Settings
+from draftforge.train.training_engine import TorchEngine
 
 _DOCUMENT = 1024
 _PROMPT = 64

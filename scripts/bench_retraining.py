@@ -62,8 +62,8 @@ from draftforge.pipeline.stages import (
 from draftforge.pipeline.workspace import Workspace
 from draftforge.progress import say
 from draftforge.recipe import load_recipe
+from draftforge.registry.champion_alias import last_decision
 from draftforge.registry.lineage import Version
-from draftforge.registry.promotion import last_decision
 from draftforge.registry.versions import champion, resolve_models_uri
 from draftforge.scripts.bench_training import sample_prompts
 from draftforge.scripts.house_style import in_style, tune

@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 from draftforge import fingerprint, storage
 from draftforge.errors import CorruptDataError, DraftforgeError, InputError, one_line
 from draftforge.progress import say
-from draftforge.specdec.cache import KVCache
+from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
 

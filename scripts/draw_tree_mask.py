@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from draftforge.specdec.cache import CacheStep, KVCache
+from draftforge.specdec.kv_cache import CacheStep, KVCache
 from draftforge.specdec.tree import ROOT, DraftTree, TreeBatch
 from draftforge.specdec.verify_batch import verify_batch
 

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from .cache import KVCache
 from .cuda_graphs import Replays, Shapes, running, send
+from .kv_cache import KVCache
 from .memory_fit import fitting_capacity, probe_pass, takes_graphs
 from .models import CausalModel
 from .proposers.base import Texts

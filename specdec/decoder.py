@@ -26,14 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .cache import KVCache
+from .accept_rules import RULES
 from .cuda_graphs import Replays, Shapes, read_back, running, send
+from .kv_cache import KVCache
 from .memory_fit import takes_graphs
 from .models import States
 from .proposers.base import Ask, Draft, ObservesTargetArgmax, Texts
 from .proposers.logits import pick_states, process_rows
 from .requests import DecodeRun, Generation, Request, Round, until_stop
-from .rules import RULES
 from .sampling import Purpose
 from .sampling_settings import SamplingSettings
 from .slot_table import SlotTable, draw, read_prompts, rows_by_setting

@@ -7,8 +7,8 @@ import torch
 
 from ..errors import InputError
 from ..storage import size_text
-from .cache import KVCache, reads_lengths
 from .cuda_graphs import OpCounter, running
+from .kv_cache import KVCache, reads_lengths
 from .models import CausalModel
 
 _WORKING = 48  # bytes that one row of the vocabulary takes a token while it is sampled and listened to

@@ -14,11 +14,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import FormatError
-from .cache import CacheStep, KVCache
-from .context import longest_context, rotates
 from .cuda_graphs import current
 from .kernels.attention import NAME, attend
 from .kernels.document_mask import Documents
+from .kv_cache import CacheStep, KVCache
+from .served_context import longest_context, rotates
 
 PROBE = "draftforge-probe"
 

@@ -10,9 +10,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import ContextLengthError, InputError
+from .accept_rules import check_rule, known_rule
 from .models import CausalModel
 from .proposers.base import Proposer
-from .rules import check_rule, known_rule
 from .sampling_settings import SamplingSettings
 
 Decode = Callable[[list[int]], str]
@@ -142,7 +142,7 @@ class DecodeRun:
     requests: Sequence[Request]
     """Requests to answer; answers come in the order in which they end."""
     rule: str = "greedy"
-    """Accept rule, by its name in `rules.py`; requests at temperature 0 are judged greedily under every rule."""
+    """Accept rule, by its name in `accept_rules.py`; requests at temperature 0 are judged greedily under every rule."""
     draft_tokens: int = 4
     """Draft length K: most levels of a round's draft."""
     batch_size: int = 1

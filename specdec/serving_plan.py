@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .. import fingerprint
 from ..errors import CorruptDataError, FormatError, MissingFileError
 from ..storage import read_object, write_json
+from .accept_rules import RuleName
 from .proposers.tree_settings import MOST_LEVELS, MergedTree, Tree, tree_identity
-from .rules import RuleName
 
 PLAN_FILE = "serve.json"
 PARTS = "parts"

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .cache import KVCache
 from .cuda_graphs import send
+from .kv_cache import KVCache
 from .models import CausalModel, States
 from .proposers.base import Texts
 from .requests import Request

@@ -16,11 +16,11 @@ from .. import fingerprint
 from ..errors import InputError, MissingFileError, one_line
 from ..progress import say
 from ..storage import read_object
-from .context import longest_context, served_context
 from .kernels.fused import can_fuse, fuse
 from .loading import as_the_file_says, load_model, load_tokenizer, refused
 from .models import CausalModel
 from .requests import TargetSettings
+from .served_context import longest_context, served_context
 from .sharding import (
     FileWeights,
     Weights,

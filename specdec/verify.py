@@ -2,7 +2,7 @@
 
 Every function is pure. p is the target's distribution, q the draft's, both after the same sampling processors and with
 float64 inside. u are uniforms in [0, 1) that serve this round alone; a token is accepted iff u < h, its threshold.
-Which drafts a rule may judge, and whether it is lossless, stands in `rules.py`.
+Which drafts a rule may judge, and whether it is lossless, stands in `accept_rules.py`.
 
 Shapes: N drafted nodes, K drafted tokens of a chain, D accepted nodes and one, V vocabulary. Row 0 of p stands after
 the last emitted token, row i+1 after node i. Row i of q is the distribution that node i was drawn from, before its

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .rules import known_rule
+from .accept_rules import known_rule
 from .sampling import categorical
 from .tree import ROOT, TreeBatch
 from .verify import typical_threshold

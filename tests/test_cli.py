@@ -13,7 +13,7 @@ import pytest
 
 from draftforge import __version__, cli
 from draftforge.errors import InputError, LockedError, TrainingDivergedError
-from draftforge.pipeline.options import (
+from draftforge.pipeline.cli_options import (
     BenchOptions,
     GenerateOptions,
     MetricsOptions,

@@ -28,7 +28,6 @@ from ..specdec.targets import Target
 from ..storage import require_free_space
 from . import checkpoints
 from .checkpoints import LoopState, claim
-from .engine import Engine, NonFiniteGradientError, TorchEngine
 from .families import build, check_teacher_signals
 from .families.base import Family
 from .families.initial_draft import INIT, store_initial_draft
@@ -40,6 +39,7 @@ from .optimizers import learning_rate, make_optimizer, reset_state
 from .settings import Settings
 from .stopping import CheckpointScore, StopRequest, TrainingStoppedError, best_steps, on_sigterm, stalled
 from .throughput import MetricLog, MetricSink, Pace, extend_digest, print_training_plan, smooth
+from .training_engine import Engine, NonFiniteGradientError, TorchEngine
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -155,7 +155,7 @@ def make_engine(
     """Engine around a family: plain torch, or DeepSpeed where `use_deepspeed`. Only DeepSpeed's imports deepspeed."""
     if not use_deepspeed:
         return TorchEngine(family, optimizer, settings.clip_norm)
-    from .engine_deepspeed import DeepSpeedEngine
+    from .deepspeed_engine import DeepSpeedEngine
 
     return DeepSpeedEngine(settings, family, optimizer, ranks)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pyarrow as pa
 
+from ...specdec.accept_rules import RULES
 from ...specdec.replay.expected_rounds import count_rounds
-from ...specdec.rules import RULES
 from ...storage import size_text
 from ..acceptance import alphas, tau
 from ..counts import CountRow, context_bucket, to_table

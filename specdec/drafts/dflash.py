@@ -20,9 +20,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from ..cache import CacheStep
 from ..kernels.attention import attend, attention
 from ..kernels.document_mask import QueryMask
+from ..kv_cache import CacheStep
 from .base import DraftModule
 from .layers import Attention, DecoderLayer, LayerConfig, RMSNorm, Waves, ids_of, vocabulary_maps
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..cache import CacheStep, runs_triton
 from ..kernels.attention import attend
 from ..kernels.document_mask import QueryMask, flex
+from ..kv_cache import CacheStep, runs_triton
 from .base import DraftModule
 
 

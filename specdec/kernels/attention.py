@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from ...errors import FormatError
-from ..cache import CacheStep
+from ..kv_cache import CacheStep
 from .document_mask import Documents, QueryMask, attend_runs, flex, takes_runs
 
 NAME = "draftforge"

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ..cache import KVCache, reads_lengths
 from ..cuda_graphs import running, send
+from ..kv_cache import KVCache, reads_lengths
 from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings

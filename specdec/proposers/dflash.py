@@ -10,9 +10,9 @@ left; as in llama.cpp it has no more than it was trained with.
 import torch
 from torch import Tensor
 
-from ..cache import KVCache
 from ..drafts.dflash import DFlashDraft
 from ..kernels.document_mask import QueryMask
+from ..kv_cache import KVCache
 from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
-from ..cache import CacheStep, KVCache
+from ..kv_cache import CacheStep, KVCache
 from ..models import States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings

@@ -9,10 +9,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..cache import CacheStep, KVCache
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..kernels.document_mask import QueryMask
+from ..kv_cache import CacheStep, KVCache
 from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings

@@ -6,9 +6,9 @@ Shapes: B active slots, K drafted tokens, F nodes read at once, H hidden size, R
 import torch
 from torch import Tensor
 
-from ..cache import KVCache
 from ..drafts.layer_skip import SkippedDraft
 from ..drafts.small import SmallDraft
+from ..kv_cache import KVCache
 from ..memory_fit import probe_pass
 from ..models import States
 from ..replay.packing import Pack

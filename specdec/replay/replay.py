@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...errors import InputError
+from ..accept_rules import RULES, known_rule, rules_for, takes
 from ..cuda_graphs import running
 from ..proposers.base import Proposer, Trace
 from ..proposers.tree_shape import TreeShape
-from ..rules import RULES, known_rule, rules_for, takes
 from ..sampling_settings import SamplingSettings
 from .dynamic import replay_dynamic
 from .expected_rounds import (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from draftforge.data.conversation import Message
 from draftforge.data.ingest import Spool
-from draftforge.data.prepare import columns, restored, sampling_of, stored
+from draftforge.data.prepared_records import columns, restored, sampling_of, stored
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
 from draftforge.specdec.sampling_settings import SamplingSettings

@@ -10,7 +10,7 @@ from made_logs import LINES, write_log
 
 from draftforge.data.conversation import SPLITS, turns
 from draftforge.data.mix import build_mix, check_unanswered, load_log, load_manifest, load_mix, summary
-from draftforge.data.outcomes import Outcome, SourceCounts
+from draftforge.data.record_outcomes import Outcome, SourceCounts
 from draftforge.data.settings import MixSettings
 from draftforge.errors import InputError
 

@@ -9,7 +9,7 @@ import datasets
 import pytest
 from pydantic import TypeAdapter
 
-from draftforge.data.outcomes import SourceCounts
+from draftforge.data.record_outcomes import SourceCounts
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings, Source
 from draftforge.data.sources import SamplePrompts, input_digests, read, smallest

@@ -14,8 +14,8 @@ from made_logs import LINES, write_log
 
 from draftforge.data import workers
 from draftforge.data.mix import build_mix, load_manifest
-from draftforge.data.outcomes import Outcome, SourceCounts
-from draftforge.data.prepare import Prepared, Preparer, Unit
+from draftforge.data.prepared_records import Prepared, Preparer, Unit
+from draftforge.data.record_outcomes import Outcome, SourceCounts
 from draftforge.data.settings import MixSettings
 from draftforge.data.sources import units
 from draftforge.data.workers import Workers, batched
@@ -95,7 +95,7 @@ ENDLESS = """
 import itertools, sys
 from draftforge.data import workers
 from draftforge.data.files import Item
-from draftforge.data.prepare import Preparer
+from draftforge.data.prepared_records import Preparer
 from draftforge.data.settings import MixSettings
 workers._ALONE_BATCHES = 0
 settings = MixSettings.model_validate({"sources": [{"kind": "prompts", "path": "p.txt", "domain": "d"}]})

@@ -13,7 +13,7 @@ from draftforge.errors import DeviceMemoryError, InputError
 from draftforge.eval import cost_measurement
 from draftforge.eval.cost_measurement import Grid, costs_file, measure_costs, most_context
 from draftforge.eval.cost_model import CostFit
-from draftforge.eval.costs import CostKey, CostTable, cached_costs, cost_key
+from draftforge.eval.cost_table import CostKey, CostTable, cached_costs, cost_key
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.serving_load import LoadTimes
 from draftforge.eval.settings import CostSettings, LoadSettings, ScoreSettings

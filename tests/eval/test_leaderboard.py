@@ -11,7 +11,7 @@ from counted import counts_of
 
 from draftforge.errors import InputError
 from draftforge.eval import leaderboard as module
-from draftforge.eval.costs import CostKey, CostTable
+from draftforge.eval.cost_table import CostKey, CostTable
 from draftforge.eval.counts import CountRow, concat, to_table
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.leaderboard import (

@@ -11,9 +11,9 @@ from counted import counts_of
 from pydantic import ValidationError
 
 from draftforge.errors import CorruptDataError, InputError
-from draftforge.eval import costs
+from draftforge.eval import cost_table
 from draftforge.eval.cost_model import CostFit
-from draftforge.eval.costs import CostTable
+from draftforge.eval.cost_table import CostTable
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.leaderboard import Row, domain_rows, engine_tau, leaderboard, speedup_difference
 from draftforge.eval.serving_load import BreakEvenPoint, LoadTimes
@@ -244,30 +244,30 @@ def test_a_fit_is_read_where_its_shapes_are_known(tmp_path: Path) -> None:
     other = loads.grid_table(
         lambda B, L, N, C: 1e-3, draft={"class": "E", "parameters": 5, "config": {"layers": 1, "new": 2}}
     )
-    costs.write_tables(path, [CHEAP, other])
-    tables = costs.read_tables(path)
+    cost_table.write_tables(path, [CHEAP, other])
+    tables = cost_table.read_tables(path)
     assert tables == [CHEAP, other]
     elsewhere = other.key.model_copy(update={"hardware": "here", "software": "t", "dtype": "float32"})
     asked = elsewhere.model_copy(update={"draft": {"class": "E", "parameters": 5, "config": {"layers": 1, "old": 3}}})
-    assert costs.table_for(asked, tables, path) == other
+    assert cost_table.table_for(asked, tables, path) == other
     deeper = asked.model_copy(update={"draft": {"class": "E", "parameters": 5, "config": {"layers": 2}}})
     with pytest.raises(
         InputError, match=r"times.json: holds no times of this .*: draft class D .* E; draft layers differs"
     ):
-        costs.table_for(deeper, tables, path)
+        cost_table.table_for(deeper, tables, path)
     longer = asked.model_copy(update={"plans": {"9": {"rule": "greedy", "levels": 9, "tree": None}}})
     with pytest.raises(InputError, match="; no 9"):
-        costs.table_for(longer, tables, path)
+        cost_table.table_for(longer, tables, path)
     between = asked.model_copy(update={"plans": {"3": {"rule": "greedy", "levels": 3, "tree": None}}})
-    assert costs.incompatibility(between, other.key) is None
+    assert cost_table.incompatibility(between, other.key) is None
     tree = asked.model_copy(update={"plans": {"wide": {"rule": "greedy", "levels": 2, "tree": {}}}})
-    assert costs.incompatibility(tree, other.key) == "no wide"
+    assert cost_table.incompatibility(tree, other.key) == "no wide"
     path.write_text(path.read_text().replace('"verify_seconds"', '"verified"', 1))
     with pytest.raises(CorruptDataError, match=r"times.json: fits\.0\.points\.0\."):
-        costs.read_tables(path)
+        cost_table.read_tables(path)
     path.write_text('{"fits": []}')
     with pytest.raises(CorruptDataError, match="must be a list of measured times"):
-        costs.read_tables(path)
+        cost_table.read_tables(path)
 
 
 def test_a_tree_has_times_of_its_own() -> None:

@@ -17,7 +17,7 @@ from draftforge.eval.bench import run
 from draftforge.eval.bench.run import EVERY, Report
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline.bench import find_methods, run_bench
-from draftforge.pipeline.options import BenchOptions
+from draftforge.pipeline.cli_options import BenchOptions
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft

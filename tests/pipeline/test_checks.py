@@ -10,7 +10,7 @@ from byte_level import byte_level_tokenizer
 from stand_ins import llama
 
 from draftforge.errors import CorruptDataError, InputError, MissingFileError
-from draftforge.eval.costs import read_tables, write_tables
+from draftforge.eval.cost_table import read_tables, write_tables
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import retrain, workspace
 from draftforge.pipeline.mix_report import _known_context

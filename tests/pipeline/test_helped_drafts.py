@@ -13,8 +13,8 @@ from drafted import add_idle_layer
 
 from draftforge.errors import InputError
 from draftforge.pipeline import generate
+from draftforge.pipeline.cli_options import GenerateOptions
 from draftforge.pipeline.generate import GeneratedAnswer
-from draftforge.pipeline.options import GenerateOptions
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft

@@ -10,7 +10,7 @@ import pytest
 
 from draftforge.errors import InputError
 from draftforge.eval import counts
-from draftforge.eval.costs import CostKey, CostTable, read_tables, write_tables
+from draftforge.eval.cost_table import CostKey, CostTable, read_tables, write_tables
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import parallel_scoring, scoring
 from draftforge.pipeline.scoring import Scored

@@ -19,9 +19,9 @@ from draftforge.errors import AcceptanceMismatchError, InputError, MissingFileEr
 from draftforge.eval.engine_metrics import expected_acceptance
 from draftforge.eval.leaderboard import serving
 from draftforge.pipeline import monitoring
+from draftforge.pipeline.cli_options import MetricsOptions
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.monitoring import ChampionCollector, read_counters, write_metrics
-from draftforge.pipeline.options import MetricsOptions
 from draftforge.pipeline.promotion import kept_counts
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe

@@ -12,8 +12,8 @@ from draftforge.errors import InputError
 from draftforge.eval.settings import ScoreSettings
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import export, generate
+from draftforge.pipeline.cli_options import GenerateOptions
 from draftforge.pipeline.generate import GeneratedAnswer
-from draftforge.pipeline.options import GenerateOptions
 from draftforge.pipeline.scoring import Scored
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe

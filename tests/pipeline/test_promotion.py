@@ -13,15 +13,15 @@ import pytest
 
 from draftforge.cli import main
 from draftforge.errors import HookError, InputError
-from draftforge.eval.costs import CostKey, CostTable
+from draftforge.eval.cost_table import CostKey, CostTable
 from draftforge.pipeline import promotion, scoring
 from draftforge.pipeline.promotion import HOOK_TAG, REFUSED, check_command, follow_champion, run_command
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import PromotionSettings, load_recipe
-from draftforge.registry import promotion as registry_promotion
+from draftforge.registry import champion_alias
+from draftforge.registry.champion_alias import promote
 from draftforge.registry.gate import Decision
 from draftforge.registry.lineage import Lineage, Version
-from draftforge.registry.promotion import promote
 from draftforge.registry.tracking import start_run
 from draftforge.registry.versions import CANDIDATE, CHAMPION, PREVIOUS, aliases, register_version, targets
 from draftforge.storage import read_object
@@ -113,7 +113,7 @@ def test_the_command_is_told_what_happened(opened: Open, tmp_path: Path, log: Pa
 
     two = crowned(space, tmp_path, "two")
     follow_champion(space)
-    back = registry_promotion.rollback(space.tracking, space.target_fingerprint)
+    back = champion_alias.rollback(space.tracking, space.target_fingerprint)
     follow_champion(space)
     follow_champion(space)
     assert [(one["EVENT"], one["VERSION"]) for one in lines(log)[1:]] == [
@@ -192,7 +192,7 @@ def test_the_rollback_verb_exits_with_the_hooks_code(
     with pytest.raises(SystemExit) as ended:
         main(["rollback", str(tmp_path / "tiny.yaml"), "--undo", "--why", "it was the network"])
     assert ended.value.code == 6 and aliases(space.tracking, version.name) == {CHAMPION: 2, PREVIOUS: 1}
-    moves = registry_promotion.history(space.tracking, version.name)
+    moves = champion_alias.history(space.tracking, version.name)
     assert [(move["event"], move["why"]) for move in moves[-2:]] == [
         ("rollback", "asked for on the command line"),
         ("undo", "it was the network"),

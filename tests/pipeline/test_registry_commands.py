@@ -17,10 +17,10 @@ from draftforge.errors import FormatError
 from draftforge.eval.acceptance import Estimate
 from draftforge.pipeline import export
 from draftforge.pipeline.export import rewrite_draft
+from draftforge.registry.champion_alias import promote, rollback, undo_rollback
 from draftforge.registry.connect import RegistrySettings, Tracking, open_tracking
 from draftforge.registry.gate import Decision, Evidence, Figures, Interval, Numbers
 from draftforge.registry.lineage import Lineage, Version
-from draftforge.registry.promotion import promote, rollback, undo_rollback
 from draftforge.registry.tracking import start_run
 from draftforge.registry.versions import register_version
 from draftforge.specdec.formats import Format, Verifier, read_draft, read_meta

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pytest
 
 from draftforge.errors import CorruptDataError, LostFilesError, TrackingError
-from draftforge.eval.costs import CostKey, CostTable
+from draftforge.eval.cost_table import CostKey, CostTable
 from draftforge.eval.counts import CountRow, to_table
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.leaderboard import Row, leaderboard
 from draftforge.eval.score import Identity
-from draftforge.pipeline import holdout, promotion, scoring
+from draftforge.pipeline import holdout_evaluation, promotion, scoring
 from draftforge.pipeline.distill import Outcome, exit_code
-from draftforge.pipeline.holdout import HoldoutScore
+from draftforge.pipeline.holdout_evaluation import HoldoutScore
 from draftforge.pipeline.promotion import REFUSED
 from draftforge.pipeline.stages import Stage, Stages, Start
 from draftforge.pipeline.workspace import Workspace
@@ -102,13 +102,13 @@ def test_the_gate_hears_of_the_conversations_that_were_scored(
     space = Workspace(load_recipe(write_recipe()))
     table = counts_of("candidate", 4, 50.0, conversations=3)
     (row,) = leaderboard([table], {("candidate", 4): costs_of()}, space.recipe.score)
-    monkeypatch.setattr(holdout, "measure_version", lambda *args: HoldoutScore(row, table, costs_of(), True))
-    monkeypatch.setattr(holdout, "holdout_overlap", lambda *args: 0)
+    monkeypatch.setattr(holdout_evaluation, "measure_version", lambda *args: HoldoutScore(row, table, costs_of(), True))
+    monkeypatch.setattr(holdout_evaluation, "holdout_overlap", lambda *args: 0)
     scorer: Any = MadeUpScorer(space)
     version: Any = None
-    measured = holdout.measure_holdout(space, scorer, SCORED, version, None)
-    assert holdout.evidence(space, scorer, measured, version, None, None).conversations == 3
-    seen = holdout.show_holdout(scorer, measured)
+    measured = holdout_evaluation.measure_holdout(space, scorer, SCORED, version, None)
+    assert holdout_evaluation.evidence(space, scorer, measured, version, None, None).conversations == 3
+    seen = holdout_evaluation.show_holdout(scorer, measured)
     assert [one["draft"] for one in seen["rows"]] == ["lookup", "candidate"]
     said = capsys.readouterr().out
     assert "On the holdout" in said and "lookup" in said  # what the decision rests on is shown beside the baseline
@@ -151,14 +151,14 @@ def test_the_gate_knows_an_equal_a_worse_and_a_better_draft(
         (row,) = leaderboard([tables[name]], {(name, 4): costs_of()}, space.recipe.score)
         return HoldoutScore(row, tables[name], costs_of(), True)
 
-    monkeypatch.setattr(holdout, "measure_version", measured)
-    monkeypatch.setattr(holdout, "holdout_overlap", lambda *args: 0)
+    monkeypatch.setattr(holdout_evaluation, "measure_version", measured)
+    monkeypatch.setattr(holdout_evaluation, "holdout_overlap", lambda *args: 0)
     monkeypatch.setattr(Workspace, "tracking", None)
     scorer: Any = MadeUpScorer(space)
     version: Any = None
     champion: Any = SimpleNamespace(reference="m/1")
-    found = holdout.measure_holdout(space, scorer, SCORED, version, champion)
-    evidence = holdout.evidence(space, scorer, found, version, champion, None)
+    found = holdout_evaluation.measure_holdout(space, scorer, SCORED, version, champion)
+    evidence = holdout_evaluation.evidence(space, scorer, found, version, champion, None)
     assert evidence.domains.keys() == {"chat", "code"} and evidence.domains["chat"].conversations == 20
     decision = decide(evidence, GateSettings())
     assert decision.promote is promoted and any(words in reason for reason in decision.reasons), decision.reasons
@@ -210,9 +210,11 @@ def promoted_after_a_retraining(
     monkeypatch.setattr(promotion, "promote", lambda tracking, decision, version: decision)
     monkeypatch.setattr(promotion, "keep_counts", lambda *args: None)
     monkeypatch.setattr(promotion, "_write_record", lambda *args: records.append(args[-1]))
-    monkeypatch.setattr(holdout, "_measure", measured)
-    monkeypatch.setattr(holdout, "measure_version", lambda *args: measured(None, None, None, Identity(args[-1], 4)))
-    monkeypatch.setattr(holdout, "holdout_overlap", lambda *args: 0)
+    monkeypatch.setattr(holdout_evaluation, "_measure", measured)
+    monkeypatch.setattr(
+        holdout_evaluation, "measure_version", lambda *args: measured(None, None, None, Identity(args[-1], 4))
+    )
+    monkeypatch.setattr(holdout_evaluation, "holdout_overlap", lambda *args: 0)
     stages: Any = SimpleNamespace(space=space, captured=None)
     outcome = promotion.promote_stage(stages, "run", scored)
     return Promotion(registered, outcome, records[0])
@@ -282,24 +284,24 @@ def test_a_champion_is_measured_as_the_registry_has_it(
         asked.append(options)
         raise error
 
-    monkeypatch.setattr(holdout, "resolve_models_uri", resolve)
+    monkeypatch.setattr(holdout_evaluation, "resolve_models_uri", resolve)
     version: Any = SimpleNamespace(uri="models:/m/1")
     scorer: Any = MadeUpScorer(space)
     table = counts_of("candidate", 4, 50.0)
     (row,) = leaderboard([table], {("candidate", 4): costs_of()}, space.recipe.score)
-    measure = holdout.measure_version
+    measure = holdout_evaluation.measure_version
 
     def candidate_or_champion(space: Workspace, scorer: Any, version: Any, name: str) -> HoldoutScore:
         known = HoldoutScore(row, table, costs_of(), True)
         return known if name == "candidate" else measure(space, scorer, version, name)
 
-    monkeypatch.setattr(holdout, "measure_version", candidate_or_champion)
+    monkeypatch.setattr(holdout_evaluation, "measure_version", candidate_or_champion)
     error: Exception = LostFilesError("file:///x/config.json: is missing")
-    measured = holdout.measure_holdout(space, scorer, SCORED, version, version)
+    measured = holdout_evaluation.measure_holdout(space, scorer, SCORED, version, version)
     assert (measured.champion, measured.champion_lost) == (None, str(error))
     error = TrackingError("no answer")
     with pytest.raises(TrackingError):
-        holdout.measure_holdout(space, scorer, SCORED, version, version)
+        holdout_evaluation.measure_holdout(space, scorer, SCORED, version, version)
     assert asked == [{"afresh": True}] * 2
 
 
@@ -308,7 +310,7 @@ def test_a_champion_is_measured_at_its_own_k_though_the_recipe_scores_others(
 ) -> None:
     space = Workspace(load_recipe(write_recipe(score={"draft_tokens": [1, 2]})))
     monkeypatch.setattr(Workspace, "tracking", None)
-    monkeypatch.setattr(holdout, "resolve_models_uri", lambda *args, **options: Path("draft"))
+    monkeypatch.setattr(holdout_evaluation, "resolve_models_uri", lambda *args, **options: Path("draft"))
     version: Any = SimpleNamespace(uri="models:/m/1", lineage=SimpleNamespace(step=4))
     timed: list[tuple[int, ...]] = []
 
@@ -328,7 +330,7 @@ def test_a_champion_is_measured_at_its_own_k_though_the_recipe_scores_others(
             return loads.batch_one_table(key, 0.03, {str(K): (0.01, 0.03, 0.0) for K in (1, 2, 7)})
 
     for K, shape in ((2, (1, 2)), (7, (7,))):  # the times of all that the recipe scores, or of its own alone
-        found = holdout.measure_version(space, Loaded(space), version, "champion")  # type: ignore[arg-type]
+        found = holdout_evaluation.measure_version(space, Loaded(space), version, "champion")  # type: ignore[arg-type]
         assert found.row.config == DraftConfig(K) and set(found.table["draft_tokens"].to_pylist()) == {K}
         assert timed[-1] == shape
 

@@ -12,11 +12,11 @@ from distilled import cached_stages
 
 from draftforge.cli import main
 from draftforge.errors import FormatError, InputError, StaleInputError
-from draftforge.eval.layer_skip import SkipScorer
+from draftforge.eval.layer_skip_search import SkipScorer
 from draftforge.pipeline import distill as flow
+from draftforge.pipeline.cli_options import GenerateOptions, SkipLayersOptions
 from draftforge.pipeline.generate import generate
 from draftforge.pipeline.layer_skip import skip_layers
-from draftforge.pipeline.options import GenerateOptions, SkipLayersOptions
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers

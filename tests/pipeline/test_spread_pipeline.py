@@ -11,9 +11,9 @@ from draftforge.data.store import Capture
 from draftforge.errors import InputError, MissingFileError, RecipeError, RegistryError
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import export, retrain
+from draftforge.pipeline.cli_options import GenerateOptions, SkipLayersOptions
 from draftforge.pipeline.generate import generate
 from draftforge.pipeline.layer_skip import skip_layers
-from draftforge.pipeline.options import GenerateOptions, SkipLayersOptions
 from draftforge.pipeline.workspace import open_workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.targets import Target

@@ -11,14 +11,14 @@ import loads
 import pytest
 
 from draftforge.errors import InputError, RecipeError
-from draftforge.eval.costs import CostKey, CostTable
+from draftforge.eval.cost_table import CostKey, CostTable
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.score import Identity
 from draftforge.eval.settings import SELECTION_SPLIT
 from draftforge.pipeline import generate, scoring
+from draftforge.pipeline.cli_options import GenerateOptions
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.generate import GeneratedAnswer
-from draftforge.pipeline.options import GenerateOptions
 from draftforge.pipeline.stages import captured_stages
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe

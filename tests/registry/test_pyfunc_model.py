@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 from draftforge.data.chat_template import render
 from draftforge.data.conversation import Message
 from draftforge.errors import FormatError, InputError, StaleInputError
+from draftforge.registry.champion_alias import move_champion
 from draftforge.registry.connect import Tracking
 from draftforge.registry.lineage import Lineage, Version
-from draftforge.registry.promotion import move_champion
 from draftforge.registry.tracking import start_run
 from draftforge.registry.versions import (
     CODE_FILE,

@@ -15,11 +15,11 @@ from mlflow_server import SCRIPT, mlflow_server
 from postgres import PASSWORD, postgres
 
 from draftforge.errors import RegistryError, TrackingError
+from draftforge.registry.champion_alias import decisions, history, promote, rollback
 from draftforge.registry.connect import RegistrySettings, Tracking, open_tracking
 from draftforge.registry.gate import Decision
 from draftforge.registry.lineage import Version, holdout_overlap
 from draftforge.registry.listing import listing
-from draftforge.registry.promotion import decisions, history, promote, rollback
 from draftforge.registry.tracking import start_run
 from draftforge.registry.versions import CHAMPION, PREVIOUS, aliases, fetch, resolve_models_uri, targets
 

@@ -23,9 +23,9 @@ from draftforge.errors import (
 )
 from draftforge.fingerprint import of_file
 from draftforge.registry import artifacts, versions
+from draftforge.registry.champion_alias import move_champion
 from draftforge.registry.connect import Tracking
 from draftforge.registry.lineage import LINEAGE_TAG, Lineage, Version
-from draftforge.registry.promotion import move_champion
 from draftforge.registry.versions import (
     CANDIDATE,
     CHAMPION,

@@ -11,7 +11,7 @@ from stand_ins import prompts, target
 from torch import Tensor
 
 from draftforge.errors import ContextLengthError, InputError
-from draftforge.specdec import cache
+from draftforge.specdec import kv_cache
 from draftforge.specdec.continuous_batching import DecodedAnswer, PlainDecoder, QueuedRequest
 from draftforge.specdec.cuda_graphs import OpCounter, Shapes
 from draftforge.specdec.decoder import generate
@@ -74,7 +74,7 @@ def lengths_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps as on a GPU: the attention kernel, in Triton's interpreter."""
     pytest.importorskip("triton")
     importlib.import_module("draftforge.specdec.kernels.flash_decoding")
-    monkeypatch.setattr(cache, "reads_lengths", lambda device: True)
+    monkeypatch.setattr(kv_cache, "reads_lengths", lambda device: True)
 
 
 @pytest.mark.parametrize(("slots", "fixed"), [(1, False), (5, False), (5, True), (40, True)])

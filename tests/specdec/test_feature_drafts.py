@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftforge.specdec.cache import KVCache
 from draftforge.specdec.drafts.eagle import EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.kernels.document_mask import Documents, QueryMask
+from draftforge.specdec.kv_cache import KVCache
 
 TOKENS, STEPS = 9, 4
 CLOSE: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-3}  # float32; the un-normed states of EAGLE-1 reach the hundreds

@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from draftforge.errors import InputError
 from draftforge.specdec import decoder
-from draftforge.specdec.cache import CacheStep
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
+from draftforge.specdec.kv_cache import CacheStep
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import Ask, Draft, ForeignProposer, make_proposer
 from draftforge.specdec.proposers.tree_settings import StaticTree

@@ -10,10 +10,10 @@ from stand_ins import prompts, target
 
 from draftforge.errors import InputError
 from draftforge.specdec import decoder
+from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import Draft, Proposer
 from draftforge.specdec.requests import DecodeRun, Generation, Request
-from draftforge.specdec.rules import RULES
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tree import ROOT
 

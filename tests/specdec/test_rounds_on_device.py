@@ -12,7 +12,7 @@ from proposing import CHAINS, DRAWN_TREES, TREES, WAITING, proposer_named, takes
 from stand_ins import target
 from torch import Tensor
 
-from draftforge.specdec import cache, decoder
+from draftforge.specdec import decoder, kv_cache
 from draftforge.specdec.cuda_graphs import OpCounter, Replays
 from draftforge.specdec.decoder import Generation, generate
 from draftforge.specdec.kernels.attention import attention
@@ -48,7 +48,7 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
 def on_kernel(fixed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """And lengths that only attention reads, by the kernel."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(cache, "reads_lengths", lambda device: True)
+    monkeypatch.setattr(kv_cache, "reads_lengths", lambda device: True)
     monkeypatch.setattr("draftforge.specdec.proposers.base.Texts.cut", lambda texts: texts)
 
 

@@ -19,11 +19,11 @@ from trained import Trained
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from draftforge.errors import InputError
+from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.formats import convert_draft
 from draftforge.specdec.formats.layouts import FAMILIES, Format
 from draftforge.specdec.proposers.tree_settings import DynamicTree, StaticTree
 from draftforge.specdec.requests import TargetSettings
-from draftforge.specdec.rules import RULES
 from draftforge.specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
 from draftforge.specdec.serving_plan import ServingPlan, write_plan
 

@@ -9,7 +9,7 @@ from families import LONG_ROPE, SUPPORTED, tiny
 from torch import Tensor
 
 from draftforge.errors import FormatError
-from draftforge.specdec.cache import KVCache
+from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.models import CausalModel
 
 TOKENS = 31  # six windows, and more than long rope's original context of 16

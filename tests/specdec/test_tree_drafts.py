@@ -10,8 +10,8 @@ from stand_ins import near_copy, prompts, random_eagle3, target, taught_eagle, t
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
-from draftforge.specdec.cache import KVCache
 from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import (
     Ask,

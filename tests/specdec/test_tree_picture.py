@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from draftforge.specdec.cache import KVCache
+from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.tree import TreeBatch
 
 ROOT = Path(__file__).resolve().parents[2]

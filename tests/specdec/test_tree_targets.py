@@ -13,8 +13,8 @@ from proposing import SHAPE
 from stand_ins import prompts, random_eagle3
 from torch import Tensor
 
-from draftforge.specdec.cache import KVCache
 from draftforge.specdec.decoder import generate
+from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import Drafter, DynamicProposer, StaticProposer, Trace, make_drafter
 from draftforge.specdec.proposers.base import Texts

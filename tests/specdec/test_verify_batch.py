@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftforge.errors import InputError
 from draftforge.specdec import verify
-from draftforge.specdec.rules import RULES
+from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.tree import ROOT, DraftTree, Drawn, TreeBatch
 from draftforge.specdec.verify_batch import verify_batch, verify_greedy_chains
 

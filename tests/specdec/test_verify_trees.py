@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftforge.specdec import verify
-from draftforge.specdec.rules import RULES
+from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.tree import ROOT, DraftTree, Drawn
 from draftforge.specdec.verify import (
     verify_block,

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from draftforge.eval.costs import CHAIN_WAY, PLAIN_WAY, CostKey, CostTable, MeasuredPrompt, MeasuredRound, way_of
+from draftforge.eval.cost_table import CHAIN_WAY, PLAIN_WAY, CostKey, CostTable, MeasuredPrompt, MeasuredRound, way_of
 from draftforge.eval.draft_configs import DraftConfig
 
 Cost = Callable[[int, int, int, int], float]

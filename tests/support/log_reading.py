@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draftforge.data.concurrency import Traffic
-from draftforge.data.outcomes import SourceCounts
+from draftforge.data.record_outcomes import SourceCounts
 from draftforge.data.records import Record
 from draftforge.data.settings import FileSource
 from draftforge.data.sources import read_records

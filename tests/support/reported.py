@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from loads import batch_one_table
 
-from draftforge.eval.costs import CostKey, CostTable
+from draftforge.eval.cost_table import CostKey, CostTable
 from draftforge.eval.counts import CountRow, concat, context_bucket, to_table
 from draftforge.eval.leaderboard import Checkpoint, Row, config_rows, domain_rows, leaderboard
 from draftforge.eval.report.page import Link, ReportRecords, holdout_record, score_record

@@ -13,7 +13,7 @@ from log_reading import SAMPLES
 
 from draftforge.data.concurrency import Traffic, measure_concurrency
 from draftforge.data.logs.readers import FORMATS
-from draftforge.data.outcomes import SourceCounts
+from draftforge.data.record_outcomes import SourceCounts
 from draftforge.data.settings import MixSettings
 from draftforge.data.sources import read_records
 from draftforge.errors import InputError

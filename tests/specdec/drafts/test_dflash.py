@@ -12,11 +12,11 @@ from pydantic import ValidationError
 from stand_ins import prompts, target
 from torch import Tensor
 
-from draftforge.specdec.cache import KVCache
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import dflash
 from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.kernels.document_mask import Documents, QueryMask
+from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.proposers import DynamicProposer, StaticProposer, TreeShape, make_drafter, make_proposer
 from draftforge.specdec.proposers.base import Texts
 from draftforge.specdec.replay.dynamic import replay_dynamic

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftforge.errors import FormatError, InputError
-from draftforge.specdec.cache import KVCache
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers, check_skips
+from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers import make_drafter
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from draftforge.specdec.cache import KVCache
 from draftforge.specdec.kernels.attention import attention
 from draftforge.specdec.kernels.flash_decoding import attend_cached
+from draftforge.specdec.kv_cache import KVCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAST = [0, 3, 64, 127, 150]  # 150 + 1 keys: more than two blocks, and no multiple of one
@@ -78,7 +78,7 @@ def test_a_tree_sees_its_ancestors(window: int | None) -> None:
     depth_BF = depth.expand(2, -1).to(DEVICE)
     cache = KVCache(2, 90, DEVICE)
     cache.lengths_S[:] = torch.tensor(past)
-    with patch("draftforge.specdec.cache.reads_lengths", return_value=False):
+    with patch("draftforge.specdec.kv_cache.reads_lengths", return_value=False):
         step = cache.branch(depth_BF, visible_BNF)
     assert step.visible_BNL is not None and step.key_positions_BL is not None and step.positions_BN is not None
     query, keys, values = draw(2, 6, new, 32), draw(2, 2, 90, 32), draw(2, 2, 90, 32) + 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from stand_ins import VOCAB, prompts, target
 from torch import Tensor
 
-from draftforge.specdec.cache import CacheStep
+from draftforge.specdec.kv_cache import CacheStep
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import cross_tokenizer as texts_of_draft
 from draftforge.specdec.proposers.cross_tokenizer import TextReader

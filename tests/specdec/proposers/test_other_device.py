@@ -17,10 +17,10 @@ from stand_ins import llama, near_copy, prompts, random_eagle3, target
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftforge.eval.costs import cost_key
+from draftforge.eval.cost_table import cost_key
 from draftforge.eval.draft_configs import ProposerSpec
 from draftforge.eval.settings import ScoreSettings
-from draftforge.specdec import cache
+from draftforge.specdec import kv_cache
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.models import CausalModel, States
@@ -141,7 +141,7 @@ def test_nothing_of_the_targets_place_is_read_there(name: str, monkeypatch: pyte
         attend_cached=lambda query, *others, **options: query + sum(other.sum() for other in others[:5])
     )
     monkeypatch.setitem(sys.modules, "draftforge.specdec.kernels.flash_decoding", kernel)
-    monkeypatch.setattr(cache, "reads_lengths", lambda device: device == META)
+    monkeypatch.setattr(kv_cache, "reads_lengths", lambda device: device == META)
     model = target()
     drafter = make_drafter(copy.deepcopy(DRAFTS[name](model)).to("meta"), model)
     assert isinstance(drafter, OtherDeviceDrafter)

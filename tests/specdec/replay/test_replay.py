@@ -10,6 +10,7 @@ from proposing import CHAINS, COPIES, DECODED, SHAPE, TREES, proposer_named, tau
 from stand_ins import near_copy, prompts, random_eagle3, target
 
 from draftforge.errors import InputError
+from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.models import CausalModel
@@ -20,7 +21,6 @@ from draftforge.specdec.replay.expected_rounds import RoundCounts, count_rounds
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.replay.replay import Counted, rank_accuracies, replay, replayable
 from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target
-from draftforge.specdec.rules import RULES
 from draftforge.specdec.sampling_settings import SamplingSettings
 
 GREEDY = SamplingSettings()

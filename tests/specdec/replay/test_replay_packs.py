@@ -9,6 +9,7 @@ from proposing import CHAINS, COPIES, DECODED, WAITING, proposer_named
 from stand_ins import VOCAB, prompts, seen_before, target
 from torch import Tensor
 
+from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers import Drafter, Proposer, StaticProposer
@@ -19,7 +20,6 @@ from draftforge.specdec.proposers.base import UNRANKED, Texts
 from draftforge.specdec.replay import dynamic
 from draftforge.specdec.replay.replay import Counted, replay, replayable
 from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target
-from draftforge.specdec.rules import RULES
 from draftforge.specdec.sampling import penalised, probabilities
 from draftforge.specdec.sampling_settings import SamplingSettings
 

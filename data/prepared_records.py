@@ -11,7 +11,7 @@ from .conversation import Message
 from .dedup import Signature, group_key, signature, turn_keys
 from .files import Item
 from .logs.chat import Entry
-from .outcomes import OVER_LIMIT, Outcome, outcomes_of
+from .record_outcomes import OVER_LIMIT, Outcome, outcomes_of
 from .records import Record
 from .redact import Redactor
 from .settings import MixSettings

@@ -18,8 +18,8 @@ from torch import nn
 from .. import fingerprint
 from ..errors import CorruptDataError, InputError, MissingFileError
 from ..progress import say
+from ..specdec.accept_rules import choose_rule
 from ..specdec.models import CausalModel
-from ..specdec.rules import choose_rule
 from ..storage import lock, read_json, read_object, write_json
 from .draft_configs import DraftConfig, ProposerSpec
 from .settings import ScoreSettings

@@ -13,11 +13,11 @@ import stand_ins
 import torch
 
 from draftforge.data.store import Sample
-from draftforge.eval import layer_skip
+from draftforge.eval import layer_skip_search
 from draftforge.eval.acceptance import tau
-from draftforge.eval.costs import CostTable, cost_key
+from draftforge.eval.cost_table import CostTable, cost_key
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
-from draftforge.eval.layer_skip import RoundTimes, SkipCounts, SkipScorer, search, sublayers
+from draftforge.eval.layer_skip_search import RoundTimes, SkipCounts, SkipScorer, search, sublayers
 from draftforge.eval.leaderboard import at_config, serving
 from draftforge.eval.score import Identity, score_draft
 from draftforge.eval.settings import ScoreSettings
@@ -117,19 +117,21 @@ def test_tau_is_the_scores(
 def test_what_costs_nothing_is_skipped_first(scorer: SkipScorer) -> None:
     """Of all sublayers alone the two that add nothing are worth most, and the best set of all has both."""
     both = ["chat", "code"]
-    alone = {part: scorer.score(layer_skip.skipped_layers(frozenset([part])), both) for part in sublayers(4)}
+    alone = {part: scorer.score(layer_skip_search.skipped_layers(frozenset([part])), both) for part in sublayers(4)}
     best = sorted(alone, key=lambda part: -alone[part].speedup)[:2]
     assert set(best) == {("attention", FREE_ATTENTION), ("mlp", FREE_MLP)}
     assert alone["attention", FREE_ATTENTION].tau == scorer.score(SkippedLayers(), both).tau
-    found = search(sublayers(4), lambda parts: scorer.score(layer_skip.skipped_layers(parts), both).speedup, 40, seed=0)
+    found = search(
+        sublayers(4), lambda parts: scorer.score(layer_skip_search.skipped_layers(parts), both).speedup, 40, seed=0
+    )
     assert set(best) <= found.parts and found.value >= alone[best[0]].speedup
 
 
 def test_sets_become_settings() -> None:
     parts = frozenset([("mlp", 3), ("attention", 0), ("mlp", 1)])
-    assert layer_skip.skipped_layers(parts) == SkippedLayers(attention=(0,), mlp=(1, 3))
+    assert layer_skip_search.skipped_layers(parts) == SkippedLayers(attention=(0,), mlp=(1, 3))
     assert len(set(sublayers(4))) == 8
-    assert layer_skip.skipped_layers(frozenset(sublayers(2))) == SkippedLayers(attention=(0, 1), mlp=(0, 1))
+    assert layer_skip_search.skipped_layers(frozenset(sublayers(2))) == SkippedLayers(attention=(0, 1), mlp=(0, 1))
 
 
 def test_tries_are_kept_by_domain(

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..distributed import Ranks
 from ..errors import RecipeError
-from .engine import NonFiniteGradientError, clip
 from .families.base import Family, Inputs
 from .losses.linear_head import each_head
 from .optimizers import COUNTER, Moments, Muon, MuonAdamW, read_moments, set_rate, shards_of, state_after, write_moments
 from .settings import Settings
+from .training_engine import NonFiniteGradientError, clip
 
 _MOST_REDUCED = 500_000_000  # numbers; DeepSpeed's own default
 

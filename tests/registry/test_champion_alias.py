@@ -11,11 +11,8 @@ import pytest
 
 from draftforge import storage
 from draftforge.errors import LockedError, RegistryError
-from draftforge.registry import promotion
-from draftforge.registry.connect import Tracking
-from draftforge.registry.gate import Decision, Evidence, Figures, Interval, Numbers
-from draftforge.registry.lineage import Version
-from draftforge.registry.promotion import (
+from draftforge.registry import champion_alias
+from draftforge.registry.champion_alias import (
     HISTORY_TAG,
     ROLLED_BACK_TAG,
     SPEEDUP_TAG,
@@ -29,6 +26,9 @@ from draftforge.registry.promotion import (
     set_alias,
     undo_rollback,
 )
+from draftforge.registry.connect import Tracking
+from draftforge.registry.gate import Decision, Evidence, Figures, Interval, Numbers
+from draftforge.registry.lineage import Version
 from draftforge.registry.versions import CANDIDATE, CHAMPION, PREVIOUS, aliases
 
 Register = Callable[..., Version]
@@ -285,7 +285,7 @@ def test_an_undo_that_was_cut_off_goes_on(tracking: Tracking, three: list[Versio
 
     rollback(tracking, TARGET, "slow")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(promotion, "move_champion", killed)
+        patch.setattr(champion_alias, "move_champion", killed)
         undo_rollback(tracking, TARGET)
     assert now(tracking, three[0].name) == (2, 2)
     assert undo_rollback(tracking, TARGET).number == 3 and now(tracking, three[0].name) == (3, 2)
@@ -330,7 +330,7 @@ def test_move_that_was_cut_off_is_repaired_and_said(tracking: Tracking, three: l
 def test_history_stays_within_the_tag(
     tracking: Tracking, three: list[Version], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(promotion, "_MAX_TAG", 1000)
+    monkeypatch.setattr(champion_alias, "_MAX_TAG", 1000)
     name = three[0].name
     for number in (1, 2) * 3:
         move_champion(tracking, name, aliases(tracking, name)[CHAMPION], number, "promote", "w" * 500)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.errors import InputError, LockedError
-from draftforge.eval import costs
+from draftforge.eval import cost_table
 from draftforge.eval.acceptance import Estimate
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.settings import ScoreSettings
@@ -32,11 +32,11 @@ def lookup(*depths: int) -> list[ProposerSpec]:
     return [ProposerSpec(PromptLookup, depths)]
 
 
-def key_of(target: CausalModel, draft: Any = "lookup", K: tuple[int, ...] = (1, 2)) -> costs.CostKey:
-    return costs.cost_key(target, draft, lookup(*K), ScoreSettings())
+def key_of(target: CausalModel, draft: Any = "lookup", K: tuple[int, ...] = (1, 2)) -> cost_table.CostKey:
+    return cost_table.cost_key(target, draft, lookup(*K), ScoreSettings())
 
 
-def table_of(key: costs.CostKey, plain: float = 0.03) -> costs.CostTable:
+def table_of(key: cost_table.CostKey, plain: float = 0.03) -> cost_table.CostTable:
     return loads.batch_one_table(
         key, plain, {label: (0.002 * K["levels"], 0.031, 0.001) for label, K in key.plans.items()}
     )
@@ -58,35 +58,35 @@ def test_weights_do_not_change_the_key_but_shapes_do(target: CausalModel) -> Non
     assert key_of(half, draft).digest != key.digest
     heads = copy.deepcopy(target.model)
     heads.config.num_attention_heads = 3  # same tensors, another split
-    assert costs.module_signature(heads) != costs.module_signature(target.model)
+    assert cost_table.module_signature(heads) != cost_table.module_signature(target.model)
     named = copy.deepcopy(target.model)
     named.config._name_or_path, named.config.eos_token_id = "elsewhere", 5
-    assert costs.module_signature(named) == costs.module_signature(target.model)
+    assert cost_table.module_signature(named) == cost_table.module_signature(target.model)
 
 
 def test_hardware_is_named() -> None:
-    name = costs.hardware_name(torch.device("cpu"))
+    name = cost_table.hardware_name(torch.device("cpu"))
     assert name.endswith(f", {torch.get_num_threads()} threads") and len(name) > len(", 1 threads")
 
 
 def test_times_are_measured_once(target: CausalModel, tmp_path: Path) -> None:
     key, calls = key_of(target), []
 
-    def measure() -> costs.CostTable:
+    def measure() -> cost_table.CostTable:
         calls.append(1)
         return table_of(key)
 
-    first = costs.cached_costs(tmp_path / "costs" / "a.json", key, measure)
-    assert costs.cached_costs(tmp_path / "costs" / "a.json", key, measure) == first == table_of(key)
+    first = cost_table.cached_costs(tmp_path / "costs" / "a.json", key, measure)
+    assert cost_table.cached_costs(tmp_path / "costs" / "a.json", key, measure) == first == table_of(key)
     assert len(calls) == 1
     (path,) = (tmp_path / "costs").glob("*.json")
     path.write_text(path.read_text()[:-30])
     assert (
-        costs.cached_costs(tmp_path / "costs" / "a.json", key, measure) == first
+        cost_table.cached_costs(tmp_path / "costs" / "a.json", key, measure) == first
     )  # an unreadable table is measured again
     assert len(calls) == 2
     with pytest.raises(InputError, match="another shape"):
-        costs.cached_costs(tmp_path / "costs" / "a.json", key_of(target, K=(5,)), measure)
+        cost_table.cached_costs(tmp_path / "costs" / "a.json", key_of(target, K=(5,)), measure)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_times_that_cannot_be_are_measured_again(
     target: CausalModel, tmp_path: Path, field: str, value: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = key_of(target)
-    sound = costs.cached_costs(tmp_path / "a.json", key, lambda: table_of(key))
+    sound = cost_table.cached_costs(tmp_path / "a.json", key, lambda: table_of(key))
     (path,) = tmp_path.glob("*.json")
     stored = json.loads(path.read_text())
     at = stored
@@ -117,33 +117,33 @@ def test_times_that_cannot_be_are_measured_again(
     at[last] = value
     path.write_text(json.dumps(stored))
     capsys.readouterr()
-    assert costs.cached_costs(tmp_path / "a.json", key, lambda: table_of(key)) == sound
+    assert cost_table.cached_costs(tmp_path / "a.json", key, lambda: table_of(key)) == sound
     assert "measuring again" in capsys.readouterr().err
-    assert costs.cached_costs(tmp_path / "a.json", key, pytest.fail) == sound
+    assert cost_table.cached_costs(tmp_path / "a.json", key, pytest.fail) == sound
 
 
 def test_two_processes_do_not_measure_at_once(target: CausalModel, tmp_path: Path) -> None:
     key = key_of(target)
     with lock(tmp_path / ".costs.lock"), pytest.raises(LockedError, match="a process that measures times"):
-        costs.cached_costs(tmp_path / "a.json", key, lambda: table_of(key))
+        cost_table.cached_costs(tmp_path / "a.json", key, lambda: table_of(key))
     entered, leave = threading.Event(), threading.Event()
 
-    def slow() -> costs.CostTable:
+    def slow() -> cost_table.CostTable:
         entered.set()
         assert leave.wait(10)
         return table_of(key)
 
-    thread = threading.Thread(target=costs.cached_costs, args=(tmp_path / "a.json", key, slow))
+    thread = threading.Thread(target=cost_table.cached_costs, args=(tmp_path / "a.json", key, slow))
     thread.start()
     assert entered.wait(10)
     threading.Timer(0.1, leave.set).start()
-    assert costs.cached_costs(tmp_path / "a.json", key, pytest.fail, wait_seconds=10) == table_of(key)
+    assert cost_table.cached_costs(tmp_path / "a.json", key, pytest.fail, wait_seconds=10) == table_of(key)
     thread.join()
 
 
 @given(st.floats(1.0, 6.0), st.integers(1, 2), st.floats(0.001, 1.0))
 def test_break_even_is_a_speedup_of_one(tau: float, K: int, plain: float) -> None:
-    key = costs.CostKey(
+    key = cost_table.CostKey(
         hardware="h", software="s", dtype="float32", target={}, draft={}, sampling="greedy",
         plans={"1": {"levels": 1}, "2": {"levels": 2}},
     )  # fmt: skip
@@ -164,7 +164,7 @@ def test_an_unmeasured_depth_is_named(target: CausalModel) -> None:
     with pytest.raises(InputError, match=r"tree wide \(2 levels\): no times measured"):
         table_of(key_of(target)).cost(DraftConfig(2, "wide"))
     deep = ProposerSpec(PromptLookup, (3,), "wide")
-    table = table_of(costs.cost_key(target, "lookup", [deep], ScoreSettings()))
+    table = table_of(cost_table.cost_key(target, "lookup", [deep], ScoreSettings()))
     assert table.cost(DraftConfig(3, "wide")).rounds == 9
     with pytest.raises(InputError, match=r"tree wide \(2 levels\): no times measured; .* wide \(3 levels\)"):
         table.cost(DraftConfig(2, "wide"))

@@ -9,10 +9,10 @@ import pytest
 
 from draftforge.data.conversation import Message
 from draftforge.data.mix import build_mix
-from draftforge.data.profile import JOINT, LOG, MIX, chi_square_p, profile, variation, variation_by_chance
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
 from draftforge.data.stratify import Column, LogTable, bucket, labels_of, lengths_of, log_row
+from draftforge.data.traffic_profile import JOINT, LOG, MIX, chi_square_p, profile, variation, variation_by_chance
 from draftforge.specdec.sampling_settings import SamplingSettings
 
 

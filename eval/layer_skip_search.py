@@ -18,13 +18,13 @@ from pydantic import TypeAdapter, ValidationError
 from ..data.store import Sample
 from ..errors import CorruptDataError, MissingFileError
 from ..progress import say
+from ..specdec.accept_rules import choose_rule
 from ..specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from ..specdec.models import CausalModel
 from ..specdec.proposers import make_proposer
 from ..specdec.replay.replay import replay
-from ..specdec.rules import choose_rule
 from ..storage import read_json, write_json
-from .costs import CostTable
+from .cost_table import CostTable
 from .draft_configs import DraftConfig
 from .settings import ScoreSettings
 from .target_pass_cache import TargetPassCache
