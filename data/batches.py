@@ -9,6 +9,8 @@ Shapes: B rows, T tokens (padded on the right), N supervised tokens of the batch
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, islice, takewhile
+from math import ceil
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -94,13 +96,6 @@ class TokenizedSample(Protocol):
     def answer_ids(self) -> list[int]: ...
 
 
-class Position(NamedTuple):
-    """A position in the endless stream of steps, as it is stored to resume."""
-
-    epoch: int = 0
-    step: int = 0
-
-
 class OptimizerStep(NamedTuple):
     """One optimizer step, as one rank sees it."""
 
@@ -112,14 +107,18 @@ class OptimizerStep(NamedTuple):
     """Supervised tokens of the whole step: what the loss is divided by."""
     tokens: int
     """Tokens of the whole step, prompts included, padding not."""
-    after: Position
-    """Where to resume once this step is done."""
+    epoch: int
+    """Epoch that its middle token belongs to, from 0."""
+    after: int
+    """Position to resume from once this step is done."""
 
 
 class BatchPlan:
-    """A deterministic, endless stream of steps of about `tokens_per_step` tokens each.
+    """A deterministic, endless stream of steps of about `tokens_per_step` tokens each, at most an epoch.
 
-    Every epoch visits each sample once, in an order seeded by (seed, epoch).
+    Every epoch visits each sample once, in an order seeded by (seed, epoch), and epochs follow each other without a
+    gap. The stream's tokens from i S to (i + 1) S, of S a step, are one step: it may take the rest of an epoch and go
+    on with the next one. So i is the whole position. A sample longer than a step may leave a position without one.
     """
 
     def __init__(
@@ -140,44 +139,77 @@ class BatchPlan:
         # Answer tokens and all tokens of every sample: the plan needs no ids.
         self._answers = np.array([len(sample.answer_ids) for sample in samples])
         self._lengths = self._answers + np.array([len(sample.prompt_ids) for sample in samples])
-        self._tokens_per_step, self._seed = tokens_per_step, seed
+        self._total = int(self._lengths.sum())
+        self.tokens_per_step = min(tokens_per_step, self._total)
+        """Tokens of a step, on the average."""
+        self._seed = seed
         self._world_size, self._rank, self._accumulation = world_size, rank, accumulation
         self._row_tokens = row_tokens
 
-    def steps(self, start: Position | Sequence[int] = Position()) -> Iterator[OptimizerStep]:  # noqa: B008 - immutable
-        """Steps from `start` on, without end."""
-        epoch, index = start
-        while True:
-            groups = self._groups(epoch)
-            for step in range(index, len(groups)):
-                after = Position(epoch, step + 1) if step + 1 < len(groups) else Position(epoch + 1, 0)
-                yield self._step(groups[step], after)
-            epoch, index = epoch + 1, 0
+    def steps(self, position: int = 0) -> Iterator[OptimizerStep]:
+        """Steps from a position on, without end."""
+        return (self._step(group, at) for at, group in self._stream(position))
 
-    def steps_per_epoch(self, epoch: int = 0) -> int:
-        """Steps of one epoch."""
-        return len(self._groups(epoch))
+    @property
+    def steps_per_epoch(self) -> float:
+        """Steps of one epoch; the last one may hold samples of the next epoch."""
+        return self._total / self.tokens_per_step
 
-    def padding_share(self, epoch: int = 0) -> float:
-        """Share of padding in the tensors of one epoch, over all ranks."""
-        parts = [self._lengths[part] for group in self._groups(epoch) for part in self._deal(group) if len(part)]
+    def steps_of_epoch(self, position: int) -> Iterator[OptimizerStep]:
+        """Steps that hold samples of the epoch to which a position belongs."""
+        first, end = self._positions(self._epoch_at(position))
+        return takewhile(lambda step: step.after <= end, self.steps(first))
+
+    @property
+    def padding_share(self) -> float:
+        """Share of padding in the tensors of about one epoch, over all ranks."""
+        groups = [group for _, group in islice(self._stream(0), ceil(self.steps_per_epoch))]
+        parts = [self._lengths[part] for group in groups for part in self._deal(group) if len(part)]
         padded = sum(len(rows) * tokens for rows, tokens in (pack(part.tolist(), self._row_tokens) for part in parts))
-        return 1.0 - int(self._lengths.sum()) / padded
+        return 1.0 - sum(int(part.sum()) for part in parts) / padded
+
+    def _epoch_at(self, position: int) -> int:
+        return position * self.tokens_per_step // self._total
+
+    def _positions(self, epoch: int) -> tuple[int, int]:
+        """First position that has tokens of an epoch, and the one behind the last."""
+        return epoch * self._total // self.tokens_per_step, -(-(epoch + 1) * self._total // self.tokens_per_step)
+
+    def _stream(self, position: int) -> Iterator[tuple[int, np.ndarray]]:
+        """Positions from `position` on, each with the samples of its step."""
+        group = np.empty(0, dtype=np.int64)
+        for epoch in count(self._epoch_at(position)):
+            first, end = self._positions(epoch)
+            for at, part in zip(range(first, end), self._groups(epoch), strict=True):
+                # A step that the epoch's end cuts waits for its samples of the next epoch.
+                group = np.concatenate([group, part])
+                if (at + 1) * self.tokens_per_step > (epoch + 1) * self._total:
+                    break
+                if len(group) and at >= position:
+                    yield at, group
+                group = group[:0]
 
     def _groups(self, epoch: int) -> list[np.ndarray]:
-        """The epoch's steps: shuffle, sort by length inside windows, cut, and shuffle the cuts."""
+        """The epoch's samples of each step: shuffle, cut, sort by length in windows, and shuffle the whole steps."""
         # 1) Shuffle the epoch under a seed of its own.
         order_rng = np.random.default_rng(int(fingerprint.of_json(["batches", self._seed, epoch])[:16], 16))
         order = order_rng.permutation(len(self._lengths))
-        # 2) Cut windows of WINDOW_STEPS steps; in each, sort by length, which saves padding, and cut the steps.
-        steps = max(1, round(int(self._lengths.sum()) / self._tokens_per_step))
-        groups: list[np.ndarray] = []
-        for window in _cut(order, self._lengths, -(-steps // WINDOW_STEPS)):
+        # 2) Cut at multiples of a step's tokens in the stream; a sample belongs to the step that its middle lies in.
+        (first, end), size, begin = self._positions(epoch), self.tokens_per_step, epoch * self._total
+        ordered = self._lengths[order]
+        at = (2 * (begin + np.cumsum(ordered)) - ordered) // (2 * size)
+        groups = np.split(order, np.searchsorted(at, np.arange(first + 1, end)))
+        # 3) Sort windows of WINDOW_STEPS whole steps by length, which saves padding, and cut the steps anew. Those that
+        # another epoch shares stay as they are.
+        whole = range(-(-begin // size) - first, (begin + self._total) // size - first)
+        for start in whole[::WINDOW_STEPS]:
+            inside = slice(start, min(start + WINDOW_STEPS, whole.stop))
+            window = np.concatenate(groups[inside])
             by_length = window[np.argsort(self._lengths[window], kind="stable")]
-            window_steps = max(1, round(int(self._lengths[window].sum()) / self._tokens_per_step))
-            groups += [group for group in _cut(by_length, self._lengths, window_steps) if len(group)]
-        # 3) Shuffle the steps, so that the length of samples does not drift along the epoch.
-        return [groups[index] for index in order_rng.permutation(len(groups))]
+            groups[inside] = _cut(by_length, self._lengths, inside.stop - inside.start)
+        # 4) Shuffle the whole steps, so that the length of samples does not drift along the epoch.
+        shuffled = [groups[index] for index in whole.start + order_rng.permutation(len(whole))]
+        return [*groups[: whole.start], *shuffled, *groups[whole.stop :]]
 
     def _deal(self, group: np.ndarray) -> list[np.ndarray]:
         """Micro-batches of one step, alike in tokens; part i goes to rank i % world_size."""
@@ -202,14 +234,15 @@ class BatchPlan:
             loads_R2[rank] += shares_S2[sample]
         return [run[ranks_S == rank] for rank in range(self._world_size)]
 
-    def _step(self, group: np.ndarray, after: Position) -> OptimizerStep:
+    def _step(self, group: np.ndarray, at: int) -> OptimizerStep:
         own = self._deal(group)[self._rank :: self._world_size]
         return OptimizerStep(
             micro_batches=[part.tolist() for part in own],
             samples=group.tolist(),
             supervised=int(self._answers[group].sum()),
             tokens=int(self._lengths[group].sum()),
-            after=after,
+            epoch=(2 * at + 1) * self.tokens_per_step // (2 * self._total),
+            after=at + 1,
         )
 
 

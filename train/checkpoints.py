@@ -23,7 +23,7 @@ from torch import Tensor
 from .. import fingerprint
 from ..data.store import Capture
 from ..distributed import Ranks
-from ..errors import CorruptDataError, OwnershipError
+from ..errors import CorruptDataError, OwnershipError, StaleInputError
 from ..specdec.drafts.base import DraftModule
 from ..specdec.formats.checkpoint import DraftMeta, save_draft
 from ..storage import disk_errors, new_folder, read_object, write_json
@@ -41,8 +41,8 @@ class LoopState:
 
     step: int = 0
     """Optimizer steps done."""
-    position: list[int] = field(default_factory=lambda: [0, 0])
-    """Position in the stream of batches where it goes on: epoch, step in it."""
+    position: int = 0
+    """Position in the stream of batches where it goes on (see `BatchPlan`)."""
     smoothed_loss: float = 0.0
     """Exponential average of the loss, for the progress line."""
     loss_digest: str = ""
@@ -135,9 +135,15 @@ def save(
 
 
 def restore(folder: Path, step: int) -> Restored:
-    """Read the training state of a step's checkpoint. Raises CorruptDataError naming the file."""
+    """Read the training state of a step's checkpoint. Raises CorruptDataError naming the file, StaleInputError where
+    its position is one of a version whose steps ended with the epoch."""
     trainer = step_folder(folder, step) / TRAINER
     state, rng = _read_record(folder, step)
+    if not isinstance(state.position, int):
+        raise StaleInputError(
+            f"{trainer / RECORD_FILE}: position {state.position} must be a whole number: a version whose steps ended "
+            f"with the epoch wrote it, and other batches would follow; delete {folder} to train anew"
+        )
     try:
         tensors = load_file(trainer / STATE_FILE)
     except (SafetensorError, OSError) as error:

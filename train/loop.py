@@ -292,7 +292,7 @@ class Trainer:
         Weights stay as they are; moments are to be forgotten, and random numbers seeded, afterwards.
         """
         # The worst case: the longest samples, and a family's late stage (a Medusa-2 backbone, say), which trains more.
-        step = longest_step(self.plan, self.samples, self.state.position[0])
+        step = longest_step(self.plan, self.samples, self.state.position)
         self.family.step = self.settings.steps - 1
         try:
             # Each phase once: objectives differ in memory. Rate 0 allocates the moments and leaves the weights alone.
@@ -309,7 +309,7 @@ class Trainer:
 
         # 1) what is minimised, and how far the training is
         phase = self.enter_phase()
-        self.family.step, self.family.epoch = state.step, state.position[0]
+        self.family.step, self.family.epoch = state.step, step.epoch
 
         # 2) forward and backward of all micro-batches; every rank hears of a loss that is not finite
         loss, values = self.reduce(self.accumulate(step, batches), step)
@@ -323,7 +323,7 @@ class Trainer:
         # 4) the state goes on only when all of that is done
         state.smoothed_loss = smooth(state.smoothed_loss, loss, state.step)
         state.step += 1
-        state.position = list(step.after)
+        state.position = step.after
         state.loss_digest = extend_digest(state.loss_digest, state.step, loss)
         state.supervised_tokens += step.supervised
         return {"loss": loss, **values, **phase, "gradient_norm": norm, "learning_rate": rate}

@@ -43,16 +43,14 @@ class DiskFootprint:
         return kept * self.draft + self.checkpoint + self.trainer if step < settings.steps else 0
 
 
-def longest_step(plan: BatchPlan, samples: list[Sample], epoch: int) -> OptimizerStep:
-    """The step of an epoch that holds its longest sample: the one that needs most memory, or nearly."""
+def longest_step(plan: BatchPlan, samples: list[Sample], position: int) -> OptimizerStep:
+    """The step of a position's epoch that holds its longest sample: the one that needs most memory, or nearly."""
 
     def size(step: OptimizerStep) -> tuple[int, int]:
         lengths = (len(samples[at].prompt_ids) + len(samples[at].answer_ids) for at in step.samples)
         return max(lengths), step.tokens
 
-    # The plan's stream never ends: exactly one epoch of it is looked at.
-    steps = plan.steps((epoch, 0))
-    return max((next(steps) for _ in range(plan.steps_per_epoch(epoch))), key=size)
+    return max(plan.steps_of_epoch(position), key=size)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ class _Training(Section):
     steps: int = Field(default=200, ge=1)
     """Optimizer steps."""
     tokens_per_step: int = Field(default=4096, ge=1)
-    """Tokens of one step over all ranks and micro-batches, prompts included."""
+    """Tokens of one step over all ranks and micro-batches, prompts included; an epoch at most."""
     row_tokens: int = Field(default=0, ge=0)
     """Samples are packed side by side into rows of about so many tokens, each seeing only itself; 0: of the longest."""
     accumulation: int = Field(default=1, ge=1)

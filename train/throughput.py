@@ -76,16 +76,16 @@ def print_training_plan(
     # What is trained, on what.
     trained = sum(parameter.numel() for parameter in family.trainable().values()) / 1e6
     dtype = str(family.loss_settings.dtype).removeprefix("torch.")
-    world, epoch = ranks.world_size, plan.steps_per_epoch()
+    world, epoch = ranks.world_size, plan.steps_per_epoch
     say(
         f"training {family.name}: {trained:.1f} M parameters, {engine}, {world} x {ranks.device.type}, {dtype} products"
     )
 
     # How ranks and micro-batches divide a step, and how many epochs the steps make.
     say(
-        f"{settings.steps} steps of about {settings.tokens_per_step:,} tokens = {world} x {settings.accumulation} "
-        f"micro-batches (ranks x accumulation); {samples:,} samples make {epoch} steps an epoch, so "
-        f"{settings.steps / epoch:.1f} epochs; {100 * plan.padding_share():.0f}% padding"
+        f"{settings.steps} steps of about {plan.tokens_per_step:,} tokens = {world} x {settings.accumulation} "
+        f"micro-batches (ranks x accumulation); {samples:,} samples make {epoch:.1f} steps an epoch, so "
+        f"{settings.steps / epoch:.1f} epochs; {100 * plan.padding_share:.0f}% padding"
     )
 
 

@@ -5,14 +5,17 @@ import json
 import random
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftforge.data.batches import BatchPlan, OptimizerStep, Position, buckets, collate, pack
+from draftforge import fingerprint
+from draftforge.data.batches import BatchPlan, OptimizerStep, buckets, collate, pack
 from draftforge.data.teacher_logprobs import Signals
 from draftforge.errors import InputError
 from draftforge.specdec.kernels.document_mask import PADDING
@@ -33,8 +36,8 @@ def make_samples(lengths: list[tuple[int, int]]) -> list[Tokens]:
     ]
 
 
-def take(plan: BatchPlan, count: int, start: Position = Position()) -> list[OptimizerStep]:  # noqa: B008 - immutable
-    return list(itertools.islice(plan.steps(start), count))
+def take(plan: BatchPlan, count: int, position: int = 0) -> list[OptimizerStep]:
+    return list(itertools.islice(plan.steps(position), count))
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=60)
@@ -56,16 +59,61 @@ def test_the_step_is_the_same_for_every_split(
         assert whole.supervised == sum(len(samples[index].answer_ids) for index in whole.samples)
 
 
+def reference_stream(lengths: list[int], tokens: int, seed: int, epochs: int) -> dict[int, list[int]]:
+    """The samples of each position that the first epochs have tokens of, counted out token by token."""
+    total, found = sum(lengths), dict[int, list[int]]()
+    tokens = min(tokens, total)
+    for epoch in range(epochs):
+        rng = np.random.default_rng(int(fingerprint.of_json(["batches", seed, epoch])[:16], 16))
+        parts, reached = dict[int, list[int]](), Fraction(epoch * total)
+        for sample in rng.permutation(len(lengths)).tolist():
+            parts.setdefault(int((reached + Fraction(lengths[sample], 2)) // tokens), []).append(sample)
+            reached += lengths[sample]
+        whole = [at for at in range(epochs * total) if epoch * total <= at * tokens <= (epoch + 1) * total - tokens]
+        for window in (whole[start : start + 16] for start in range(0, len(whole), 16)):
+            inside = [sample for at in window for sample in parts.pop(at, [])]
+            size, reached = Fraction(sum(lengths[sample] for sample in inside), len(window)), Fraction(0)
+            for sample in sorted(inside, key=lambda sample: lengths[sample]):  # stable
+                middle = reached + Fraction(lengths[sample], 2)
+                parts.setdefault(window[int(middle // size)], []).append(sample)
+                reached += lengths[sample]
+        moved = [parts.pop(at, []) for at in whole]
+        parts |= {at: moved[source] for at, source in zip(whole, rng.permutation(len(whole)).tolist())}
+        for at, samples in parts.items():
+            found.setdefault(at, []).extend(samples)
+    return found
+
+
 @given(LENGTHS, st.integers(1, 400), st.integers(0, 3))
 @settings(max_examples=80)
-def test_every_epoch_visits_each_sample_once(lengths: list[tuple[int, int]], tokens: int, seed: int) -> None:
-    samples = make_samples(lengths)
-    plan = BatchPlan(samples, tokens, seed)
-    steps = take(plan, plan.steps_per_epoch(0) + plan.steps_per_epoch(1))
-    first, second = steps[: plan.steps_per_epoch(0)], steps[plan.steps_per_epoch(0) :]
-    for epoch in (first, second):
-        assert all(step.samples for step in epoch)
-        assert sorted(index for step in epoch for index in step.samples) == list(range(len(samples)))
+def test_steps_are_those_of_a_plain_stream(lengths: list[tuple[int, int]], tokens: int, seed: int) -> None:
+    expected = reference_stream([prompt + answer for prompt, answer in lengths], tokens, seed, epochs=3)
+    end = 3 * sum(map(sum, lengths)) // min(tokens, sum(map(sum, lengths)))  # the position that a fourth epoch shares
+    steps = take(
+        BatchPlan(make_samples(lengths), tokens, seed), sum(at < end and bool(expected[at]) for at in expected)
+    )
+    assert {step.after - 1: step.samples for step in steps} == {
+        at: samples for at, samples in expected.items() if at < end and samples
+    }
+
+
+@given(LENGTHS, st.integers(1, 400), st.integers(0, 3))
+@settings(max_examples=80)
+def test_every_epoch_visits_each_sample_once_and_fills_its_steps(
+    lengths: list[tuple[int, int]], tokens: int, seed: int
+) -> None:
+    """A step takes the rest of an epoch and goes on with the next one."""
+    sizes = [prompt + answer for prompt, answer in lengths]
+    plan, size = BatchPlan(make_samples(lengths), tokens, seed), min(tokens, sum(sizes))
+    steps = list(itertools.takewhile(lambda step: step.after * size <= 4 * sum(sizes), plan.steps()))
+    seen = [sample for step in steps for sample in step.samples]
+    for start in range(0, 3 * len(sizes), len(sizes)):
+        assert sorted(seen[start : start + len(sizes)]) == list(range(len(sizes)))
+    assert all(step.samples and abs(step.tokens - size) <= 2 * max(sizes) for step in steps)
+    assert [step.epoch for step in steps] == [int((step.after - 0.5) * size // sum(sizes)) for step in steps]
+    for epoch in range(3):
+        held = list(plan.steps_of_epoch(-(-epoch * sum(sizes) // size)))
+        assert {sample for step in held for sample in step.samples} == set(range(len(sizes)))
 
 
 @given(LENGTHS, st.integers(1, 400), st.integers(0, 30))
@@ -73,20 +121,31 @@ def test_every_epoch_visits_each_sample_once(lengths: list[tuple[int, int]], tok
 def test_resumes_exactly_from_a_position_kept_as_json(lengths: list[tuple[int, int]], tokens: int, stop: int) -> None:
     samples = make_samples(lengths)
     steps = take(BatchPlan(samples, tokens, 7), stop + 10)
-    start = Position() if stop == 0 else Position(*json.loads(json.dumps(steps[stop - 1].after)))
-    assert take(BatchPlan(samples, tokens, 7), 10, start) == steps[stop:]
+    position = 0 if stop == 0 else json.loads(json.dumps(steps[stop - 1].after))
+    assert take(BatchPlan(samples, tokens, 7), 10, position) == steps[stop:]
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4, 8])
+def test_steps_of_more_gpus_are_as_full(gpus: int) -> None:
+    """Of 13.4 steps an epoch on one GPU, 6.7 on two are not rounded to 7 of fewer tokens."""
+    rng = torch.Generator().manual_seed(0)
+    lengths = [(int(p), int(a)) for p, a in torch.randint(20, 250, (3281, 2), generator=rng)]
+    plan = BatchPlan(make_samples(lengths), 65536 * gpus, seed=0)
+    sizes = [step.tokens for step in take(plan, 24)]
+    assert sum(sizes) / len(sizes) == pytest.approx(65536 * gpus, rel=0.002)
+    assert plan.steps_per_epoch == pytest.approx(sum(map(sum, lengths)) / (65536 * gpus))
 
 
 def test_steps_are_near_the_size_asked_for_and_mostly_text() -> None:
     rng = torch.Generator().manual_seed(0)
     lengths = [(int(p), int(a)) for p, a in torch.randint(5, 300, (800, 2), generator=rng)]
     plan = BatchPlan(make_samples(lengths), 4000, seed=0, world_size=2, rank=1, accumulation=2)
-    sizes = torch.tensor([float(step.tokens) for step in take(plan, plan.steps_per_epoch())])
+    sizes = torch.tensor([float(step.tokens) for step in take(plan, round(plan.steps_per_epoch))])
     assert abs(sizes.mean() - 4000) < 200
     assert sizes.std() < 400
-    assert plan.padding_share() < 0.05
+    assert plan.padding_share < 0.05
     long_rows = BatchPlan(make_samples(lengths), 4000, 0, 2, 1, 2, row_tokens=500)
-    assert long_rows.padding_share() < 0.05
+    assert long_rows.padding_share < 0.05
     assert [step.samples for step in take(long_rows, 5)] == [step.samples for step in take(plan, 5)]
 
 
@@ -110,7 +169,7 @@ def test_epochs_and_seeds_differ() -> None:
     one, two = BatchPlan(samples, 60, seed=1), BatchPlan(samples, 60, seed=2)
     assert take(one, 5) == take(BatchPlan(samples, 60, seed=1), 5)
     assert [s.samples for s in take(one, 5)] != [s.samples for s in take(two, 5)]
-    assert [s.samples for s in take(one, 5)] != [s.samples for s in take(one, 5, Position(1, 0))]
+    assert [s.samples for s in take(one, 5)] != [s.samples for s in take(one, 5, round(one.steps_per_epoch))]
 
 
 def test_no_samples_is_an_input_error() -> None:

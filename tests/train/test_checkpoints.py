@@ -1,5 +1,6 @@
 """What lies beside the weights: complete, free of pickles, and refused when damaged."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from draftforge.data.store import Capture
 from draftforge.distributed import Ranks
-from draftforge.errors import CorruptDataError, DiskFullError
+from draftforge.errors import CorruptDataError, DiskFullError, StaleInputError
 from draftforge.train import checkpoints
 from draftforge.train.loop import train
 from draftforge.train.settings import SmallSettings
@@ -70,6 +71,17 @@ def test_a_damaged_trainer_is_named(trained: Path, tiny_capture: Capture, load_t
     state = checkpoints.step_folder(trained, 3) / "trainer" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:1000])
     with pytest.raises(CorruptDataError, match=r"state\.safetensors: unreadable"):
+        train(SETTINGS, 0, tiny_capture, trained, load_tiny_target, recorder)
+
+
+def test_a_position_of_steps_that_ended_with_the_epoch_is_refused(
+    trained: Path, tiny_capture: Capture, load_tiny_target: Any, recorder: Any
+) -> None:
+    record = checkpoints.step_folder(trained, 3) / "trainer" / "trainer.json"
+    found = json.loads(record.read_text())
+    assert found["state"]["position"] == 3
+    record.write_text(json.dumps(found | {"state": found["state"] | {"position": [0, 3]}}))
+    with pytest.raises(StaleInputError, match=rf"{record}: position \[0, 3\] must .*; delete {trained} to train anew"):
         train(SETTINGS, 0, tiny_capture, trained, load_tiny_target, recorder)
 
 

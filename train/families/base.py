@@ -87,7 +87,7 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
     step: int = 0
     """Optimizer steps done; set by the loop before every step."""
     epoch: int = 0
-    """Passes over the samples that are done; set by the loop before every step."""
+    """Epoch of the step: passes over the samples that are done; set by the loop before every step."""
     slow_rate_share: float = 1.0
     """Share of the learning rate that `slow_parameters` have."""
     draft: DraftT
