@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from filelock import FileLock, Timeout
 from .errors import CorruptDataError, DiskFullError, DraftforgeError, InputError, LockedError, MissingFileError
 
 _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
+_LEFTOVER = re.compile(r"\.(?P<final>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")  # what a kill may leave of a write
 # Messages of libraries that wrap a full disk in an error without errno (torch, safetensors, SQLite).
 _DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large", "database or disk is full")
 
@@ -84,10 +86,12 @@ def read_object(path: Path) -> dict[str, Any]:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder beside `path`; rename it to `path` on success, remove it on failure.
 
-    An existing `path` is replaced only after the new one is complete.
+    An existing `path` is replaced only after the new one is complete. Where a process is killed between the two renames
+    of that, the old folder has a hidden name until the next call, or `clear_leftover`, gives it its own back.
     """
     # 1) An empty folder beside the final one, on the same file system, so that it can be renamed.
     path.parent.mkdir(parents=True, exist_ok=True)
+    _put_back(path)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     beside.mkdir()
     # 2) The caller fills it.
@@ -95,15 +99,42 @@ def new_folder(path: Path) -> Iterator[Path]:
         with disk_errors(path):
             yield beside
         # 3) Rename. A folder cannot be renamed over a full one, so the old one steps aside first.
+        old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
         if path.exists():
-            old = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.old")
             path.rename(old)
-            beside.rename(path)
-            shutil.rmtree(old)
-        else:
-            beside.rename(path)
+        beside.rename(path)
+        clear_leftover(old)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
+        _put_back(path)
+
+
+def clear_leftover(path: Path) -> None:
+    """Remove a file or folder that a killed write left under a hidden name; any other name is left alone.
+
+    A folder that stepped aside for a new one that never came is renamed back instead.
+    """
+    name = _LEFTOVER.fullmatch(path.name)
+    if name is None or not path.exists():
+        return
+    if name["kind"] == "old":
+        _put_back(path.with_name(name["final"]))
+    # What is called .old is whole: it gets another name before it is deleted.
+    if path.is_dir():
+        shutil.rmtree(path.rename(path.with_suffix(".tmp")))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _put_back(path: Path) -> None:
+    """Rename a folder back to `path` that stepped aside for a new one that never came."""
+    if path.exists():
+        return
+    for hidden in path.parent.glob(".*.old"):
+        name = _LEFTOVER.fullmatch(hidden.name)
+        if name is not None and name["final"] == path.name:
+            hidden.rename(path)
+            return
 
 
 @contextmanager

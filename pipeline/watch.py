@@ -44,6 +44,7 @@ MEANINGS = {
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _JOB = "retrain"
 _TICK_SECONDS = 1.0
+_MOST_INSTANCES = 1000  # no limit
 _CLOCK_SET_SECONDS = 2.0  # the wall clock left the monotonic one by so much: it was set, not merely disciplined
 _STOP_SECONDS = 60.0
 SECRET_VARIABLE = "DRAFTFORGE_WEBHOOK_SECRET"
@@ -104,7 +105,8 @@ class RetrainScheduler:
     def __init__(self, start: Start, every_seconds: float, jitter_seconds: float = 0.0) -> None:
         self._start = start
         self._scheduler = BackgroundScheduler(timezone=UTC)
-        # The first run is due at once; runs that were missed while one ran are done once.
+        # The first run is due at once; runs that were missed while one ran are done once. `_run` lets one at a time
+        # through: APScheduler counts one for a moment after its end, and would drop a request that comes then.
         self._scheduler.add_job(
             self._run,
             "interval",
@@ -113,13 +115,13 @@ class RetrainScheduler:
             jitter=jitter_seconds or None,
             next_run_time=datetime.now(UTC),
             coalesce=True,
-            max_instances=1,
+            max_instances=_MOST_INSTANCES,
             misfire_grace_time=None,  # late, after a suspend say, is better than never
         )
         # Shared by the threads of the scheduler and of the webhook.
         self._lock = threading.Lock()
         self._running: subprocess.Popen[bytes] | None = None
-        self._requested = self._stopping = False
+        self._busy = self._requested = self._stopping = False
         self._offset = time.time() - time.monotonic()
 
     def serve(self) -> None:
@@ -153,7 +155,7 @@ class RetrainScheduler:
                 return
             self._requested = True
             # One that runs sees the request when it ends, in `_run`.
-            if self._running is None:
+            if not self._busy:
                 self._scheduler.modify_job(_JOB, next_run_time=datetime.now(UTC))
 
     def stop(self) -> None:
@@ -167,25 +169,33 @@ class RetrainScheduler:
             self._scheduler.shutdown()
 
     def _run(self) -> None:
-        """Run a retraining to its end, and another one if that was requested meanwhile; in the scheduler's thread."""
+        """Run a retraining to its end, and another one if that was requested meanwhile; in a thread of the scheduler.
+
+        Nothing is done where one runs already.
+        """
+        with self._lock:
+            if self._busy:
+                return
+            self._busy = True
         while True:
             # 1) Start it. `stop` holds the same lock: it finds the process, or nothing starts after it.
             with self._lock:
-                if self._stopping:
-                    return
                 self._requested = False
                 started = time.monotonic()
                 try:
-                    self._running = process = self._start()
+                    process = None if self._stopping else self._start()
                 except OSError as error:
                     say(f"retrain: cannot be started ({error}); next time again")
+                    process = None
+                self._running, self._busy = process, process is not None
+                if process is None:
                     return
             # 2) Wait without the lock, so that requests can come in.
             code = process.wait()
             say(describe_end(code, time.monotonic() - started))
             # 3) Go on only if one has.
             with self._lock:
-                self._running = None
+                self._running, self._busy = None, self._requested
                 if not self._requested:
                     return
 

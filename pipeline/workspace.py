@@ -17,8 +17,6 @@ mlflow.db, mlflow-artifacts/   the registry, unless the recipe or the environmen
 """
 
 import os
-import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -233,8 +231,7 @@ class Workspace:
             # Only names that `storage` gives to its temporary files: other hidden files are somebody's own.
             for place in HALF_WRITTEN:
                 for path in self.root.glob(place):
-                    if re.fullmatch(r"\..+\.[0-9a-f]{8}\.(tmp|old)", path.name):
-                        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                    storage.clear_leftover(path)
             yield
 
     @property

@@ -1,12 +1,15 @@
-"""Sizes as people read them, and the error of a disk that is too small."""
+"""Sizes as people read them, the error of a disk that is too small, and folders that a kill leaves whole."""
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from draftforge.errors import DiskFullError
-from draftforge.storage import require_free_space, size_text
+from draftforge.storage import clear_leftover, new_folder, require_free_space, size_text
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,29 @@ def test_a_disk_that_is_too_small_says_by_how_much(tmp_path: Path, monkeypatch: 
     with pytest.raises(DiskFullError) as caught:
         require_free_space(tmp_path, 1_051_500, "free some")
     assert str(caught.value) == f"{tmp_path}: 1.05 MB free, 1.05 MB needed: 1.50 kB too little; free some"
+
+
+@pytest.mark.parametrize("renames", [1, 2, 3])
+def test_a_folder_that_is_being_replaced_survives_a_kill(tmp_path: Path, renames: int) -> None:
+    """Killed after so many renames: one has put the old folder aside, two have put the new one in its place."""
+    path = tmp_path / "draft"
+    path.mkdir()
+    (path / "old").touch()
+    code = (
+        "import os, sys, pathlib; from draftforge.storage import new_folder\n"
+        "done, rename = [], pathlib.Path.rename\n"
+        "def renamed(self, target):\n"
+        f"    done.append(rename(self, target)); len(done) == {renames} and os._exit(9); return done[-1]\n"
+        "pathlib.Path.rename = renamed\n"
+        "with new_folder(pathlib.Path(sys.argv[1])) as folder: (folder / 'new').touch()\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == 9
+    assert path.exists() == (renames > 1)
+    # The next run clears what is left; even a write that fails gives the old folder back.
+    copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}-copy")) / "draft"
+    for one in tmp_path.glob(".*"):
+        clear_leftover(one)
+    with pytest.raises(InterruptedError), new_folder(copy):
+        raise InterruptedError
+    assert [[one.name for one in place.iterdir()] for place in (path, copy)] == [["old" if renames == 1 else "new"]] * 2
+    assert [one.name for one in tmp_path.iterdir()] == ["draft"]

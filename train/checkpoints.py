@@ -26,7 +26,7 @@ from ..distributed import Ranks
 from ..errors import CorruptDataError, OwnershipError, StaleInputError
 from ..specdec.drafts.base import DraftModule
 from ..specdec.formats.checkpoint import DraftMeta, save_draft
-from ..storage import disk_errors, new_folder, read_object, write_json
+from ..storage import clear_leftover, disk_errors, new_folder, read_object, write_json
 from .optimizers import Moments
 from .settings import Settings
 from .stopping import CheckpointScore
@@ -223,7 +223,8 @@ def temporary_draft_folder(folder: Path) -> Iterator[Path]:
 def delete_leftovers(folder: Path) -> None:
     """Delete hidden folders beside the checkpoints, which a killed run left half-written or half-deleted."""
     for leftover in (folder / FOLDER).glob(".*"):
-        shutil.rmtree(leftover)
+        clear_leftover(leftover)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _delete_superseded(folder: Path, state: LoopState) -> None:

@@ -16,16 +16,21 @@ from .settings import Settings
 
 @dataclass(frozen=True)
 class DiskFootprint:
-    """Bytes on disk of one checkpoint; measured before an engine shards the family."""
+    """Bytes on disk of one checkpoint, and what they are of; measured before an engine shards the family."""
 
     draft: int
     """Draft folder as it is served."""
-    trainer: int
-    """Trainable weights and two moments, float32: 12 bytes a parameter."""
+    parameters: int
+    """Trainable parameters."""
 
     @classmethod
     def from_family(cls, family: Family) -> "DiskFootprint":
-        return cls(family.saved_bytes(), 12 * sum(parameter.numel() for parameter in family.trainable().values()))
+        return cls(family.saved_bytes(), sum(parameter.numel() for parameter in family.trainable().values()))
+
+    @property
+    def trainer(self) -> int:
+        """Bytes of trainable weights and two moments, float32: 12 a parameter."""
+        return 12 * self.parameters
 
     @property
     def checkpoint(self) -> int:

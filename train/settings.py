@@ -24,6 +24,7 @@ _NOT_IDENTITY = {
     "init_from",
 }
 _LEAST_WEIGHT = 1e-30  # float32 divides by it
+_MUON_RATE = 8e-3
 
 
 class _Training(Section):
@@ -41,7 +42,7 @@ class _Training(Section):
     """muon: matrices inside the network by Muon, embeddings, heads, norms and biases by AdamW."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate of AdamW."""
-    muon_rate: float = Field(default=8e-3, gt=0)
+    muon_rate: float = Field(default=_MUON_RATE, gt=0)
     """Peak learning rate of Muon, whose updates are scaled to the size of AdamW's."""
     warmup_steps: int = Field(default=10, ge=0)
     """Steps of linear warm-up; a cosine follows."""
@@ -120,8 +121,11 @@ class _Training(Section):
         unused = set() if any("lk_hybrid" in phase.objective for phase in self.phases) else {"lk_eta"}
         unused |= {"patience", "score_conversations"} if self.patience is None else set()
 
+        # Without Muon its rate is the default one, under which drafts are recorded.
+        read = self if self.optimizer == "muon" else self.model_copy(update={"muon_rate": _MUON_RATE})
+
         # The objective in its canonical form: {kl: 1} and a single phase of it are one identity.
-        values = self.model_dump(mode="json", exclude=_NOT_IDENTITY | unused | {"objective"})
+        values = read.model_dump(mode="json", exclude=_NOT_IDENTITY | unused | {"objective"})
         return values | {"objective": schedule.identity(self.phases)}
 
     @property

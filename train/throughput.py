@@ -70,16 +70,13 @@ def _clock(seconds: float) -> str:
 
 
 def print_training_plan(
-    settings: Settings, family: Family, plan: BatchPlan, samples: int, ranks: Ranks, engine: str
+    settings: Settings, family: Family, trained: int, plan: BatchPlan, samples: int, ranks: Ranks, engine: str
 ) -> None:
-    """Log what is about to be trained, and the arithmetic of batches, steps and epochs."""
-    # What is trained, on what.
-    trained = sum(parameter.numel() for parameter in family.trainable().values()) / 1e6
+    """Log what is about to be trained, and the arithmetic of batches, steps and epochs. `trained`: parameters."""
+    # What is trained, on what. An engine that shards the family leaves nothing to count in it.
     dtype = str(family.loss_settings.dtype).removeprefix("torch.")
     world, epoch = ranks.world_size, plan.steps_per_epoch
-    say(
-        f"training {family.name}: {trained:.1f} M parameters, {engine}, {world} x {ranks.device.type}, {dtype} products"
-    )
+    say(f"training {family.name}: {trained:,} parameters, {engine}, {world} x {ranks.device.type}, {dtype} products")
 
     # How ranks and micro-batches divide a step, and how many epochs the steps make.
     say(

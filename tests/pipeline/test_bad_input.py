@@ -366,7 +366,7 @@ def test_work_folders_that_cannot_be_used(trained: Trained, tmp_path: Path, fail
 
 
 def test_what_a_killed_run_left_goes_with_the_next(trained: Trained) -> None:
-    left = [trained.work / ".mix-0123.01234567.tmp", one(trained.work, "train-*") / "checkpoints/.step-1.01234567.old"]
+    left = [trained.work / ".mix-0123.01234567.tmp", one(trained.work, "train-*") / "checkpoints/.step-1.01234567.tmp"]
     for folder in left:
         folder.mkdir()
     kept = trained.work / ".mine.tmp"

@@ -12,7 +12,7 @@ from draftforge.data.store import Capture
 from draftforge.errors import TrainingDivergedError
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import Target
-from draftforge.train import loop
+from draftforge.train import loop, throughput
 from draftforge.train.settings import (
     BackboneSettings,
     DFlashSettings,
@@ -104,7 +104,7 @@ def run_all(capture: str, target: str, jobs: list[dict[str, Any]]) -> list[dict[
 
 
 def run(capture: Capture, target: str, job: dict[str, Any]) -> dict[str, Any]:
-    stop, sink, original = job["stop"], Figures(), loop.Trainer.stop_requested
+    stop, sink, original, said = job["stop"], Figures(), loop.Trainer.stop_requested, list[str]()
 
     def asked(self: loop.Trainer) -> bool:
         self.stop.requested = self.state.step == stop < STEPS and self.ranks.rank == self.ranks.world_size - 1
@@ -114,12 +114,13 @@ def run(capture: Capture, target: str, job: dict[str, Any]) -> dict[str, Any]:
     settings = SETTINGS[job["name"]].model_copy(update=job["update"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Trainer, "stop_requested", asked)
+        patch.setattr(throughput, "say", said.append)
         try:
             loop.train(settings, 0, capture, Path(job["folder"]), lambda: load(target), sink, scorer)
             assert stop == STEPS
         except TrainingStoppedError:
             assert stop < STEPS
-    return {"losses": sink.losses, "norms": sink.norms}
+    return {"losses": sink.losses, "norms": sink.norms, "trained": said[0].split(" parameters")[0]}
 
 
 def scorer_of(taus: list[float]) -> loop.Scorer:
@@ -257,9 +258,10 @@ def on_ranks(places: tuple[str, str], run_distributed: Any, tmp_path_factory: py
 )
 def test_several_ranks_equal_one(run: str, reference: Any, on_ranks: Any) -> None:
     """At every ZeRO stage, with the optimizer offloaded, and where another number of ranks went on after a stop."""
-    _, losses, norms, folder = on_ranks[run]
+    figures, losses, norms, folder = on_ranks[run]
     assert len(losses) == STEPS
     assert_same_training(losses, norms, folder, reference[run.split()[0]])
+    assert figures[0]["trained"] == reference[run.split()[0]][0]["trained"]  # what is said of its size
 
 
 def test_all_ranks_stop_early_together(reference: Any, on_ranks: Any) -> None:

@@ -224,8 +224,8 @@ def test_space_for_all_that_will_be_kept_is_asked_for_first_and_for_each_checkpo
     trainer = (place / "step-000006" / "trainer" / "state.safetensors").stat().st_size
     assert needed[1:] == pytest.approx([drafts[0] + trainer] * 3, rel=0.02)
     assert needed[0] == pytest.approx(sum(drafts) + drafts[0] + 2 * trainer, rel=0.02)
-    footprint = DiskFootprint(draft=100, trainer=1000)
-    assert footprint.bytes_to_write(settings, 0) == 3 * 100 + 100 + 2 * 1000
-    assert footprint.bytes_to_write(settings, 4) == 1 * 100 + 100 + 2 * 1000
-    assert footprint.bytes_to_write(settings.model_copy(update={"keep_best": 1}), 0) == 2 * 100 + 100 + 2 * 1000
+    footprint = DiskFootprint(draft=100, parameters=100)
+    assert footprint.bytes_to_write(settings, 0) == 3 * 100 + 100 + 2 * 1200
+    assert footprint.bytes_to_write(settings, 4) == 1 * 100 + 100 + 2 * 1200
+    assert footprint.bytes_to_write(settings.model_copy(update={"keep_best": 1}), 0) == 2 * 100 + 100 + 2 * 1200
     assert footprint.bytes_to_write(settings, 6) == 0

@@ -105,6 +105,13 @@ def test_a_setting_that_no_objective_reads_trains_nothing_again() -> None:
     assert hybrid.model_copy(update={"lk_eta": 9.0}).fingerprint != hybrid.fingerprint
 
 
+def test_the_rate_of_muon_counts_only_where_muon_trains() -> None:
+    adamw, muon = Eagle3Settings(), Eagle3Settings(optimizer="muon")
+    assert adamw.model_copy(update={"muon_rate": 1e-3}).fingerprint == adamw.fingerprint
+    assert muon.model_copy(update={"muon_rate": 1e-3}).fingerprint != muon.fingerprint
+    assert adamw.identity()["muon_rate"] == 8e-3  # as drafts that were trained before are recorded
+
+
 def test_a_weight_a_token_ahead() -> None:
     assert Eagle3Settings(draft_tokens=3).weight_of_steps() == pytest.approx((1.0, 0.8, 0.64))
     assert Eagle3Settings(draft_tokens=2, step_weights=[0.5, 2.0]).weight_of_steps() == (0.5, 2.0)

@@ -1,4 +1,5 @@
-"""Initial weights and dimensions of drafts: pruned layers, LoRA adapters, layer dimensions, rotary embedding."""
+"""Initial weights and dimensions of drafts: pruned layers, LoRA adapters, recomputed activations, layer dimensions,
+rotary embedding."""
 
 import copy
 from typing import Any
@@ -25,6 +26,20 @@ def add_lora(model: PreTrainedModel, lora: LoraSettings, field: str) -> None:
         inject_adapter_in_model(config, model)
     except ValueError as error:
         raise InputError(f"{field}: targets {lora.targets}: {' '.join(str(error).split())}") from None
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Activation checkpointing of a model in evaluation mode: its layers are computed again in the backward pass.
+
+    Dropout stays off, so that gradients are those of a model that keeps its activations.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    # Layers recompute in training mode only: they get it, what lies inside them does not, nor their own dropout.
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+            for name in [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]:
+                setattr(module, name, 0.0)
 
 
 @torch.no_grad()
@@ -65,7 +80,7 @@ def check_layers(layers: list[int], total: int) -> None:
 
 @torch.no_grad()
 def prune(target: CausalModel, layers: list[int]) -> PreTrainedModel:
-    """Pruned float32 copy of a model, with only these layers. Embeddings, norms and head are copied."""
+    """Pruned float32 copy of a model in evaluation mode, with only these layers; embeddings, norms and head copied."""
     # An empty model of the pruned configuration.
     model, config = target.model, target.config
     prefix = layers_prefix(model, config.num_hidden_layers)
@@ -87,7 +102,7 @@ def prune(target: CausalModel, layers: list[int]) -> PreTrainedModel:
     # Tied tables are one tensor again; sampling defaults are the target's.
     small.tie_weights()
     small.generation_config = copy.deepcopy(model.generation_config)
-    return small
+    return small.eval()
 
 
 def prune_config(config: Any, layers: list[int]) -> Any:

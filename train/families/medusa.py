@@ -35,7 +35,7 @@ from ..losses.linear_head import Head, LossSettings, Rows, head_loss
 from ..settings import BackboneSettings, MedusaSettings
 from .base import ExtraLoss, Inputs, LoadTarget, Start, bytes_of
 from .feature_family import FeatureFamily
-from .initial_weights import add_lora, merged_weights
+from .initial_weights import add_lora, checkpoint_activations, merged_weights
 from .ttt_alignment import Alignment
 
 
@@ -57,10 +57,8 @@ class Backbone:
         """Trainable modules: every A and B of the adapters."""
         self._lm = CausalModel(self._model, target.max_positions)
 
-        # Checkpointing works in training mode only.
         if recompute:
-            self._model.train()
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(self._model)
 
     def states(self, batch: Batch) -> Tensor:
         """Post-norm states [B, T, H], with gradients to the adapters."""

@@ -112,13 +112,14 @@ def exchanges_of(batch: Batch) -> list[Exchange]:
 
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into evaluation mode, without dropout and recomputed activations; restore its mode afterwards."""
-    training = model.training
+    """Put the model into evaluation mode, without recomputed activations; restore each module's mode afterwards."""
+    recomputed = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        model.train(training)
+        for module in recomputed:
+            module.training = True
 
 
 def _power_of_two(number: int) -> int:

@@ -22,7 +22,7 @@ from ..losses.linear_head import Head, LossSettings, Rows, head_of
 from ..losses.objectives import StoredDistribution, stored_entries
 from ..settings import SmallSettings
 from .base import Family, Inputs, LoadTarget, Start, check_same_tokenizer
-from .initial_weights import add_lora, check_layers, evenly_spaced_layers, merged_weights, prune
+from .initial_weights import add_lora, check_layers, checkpoint_activations, evenly_spaced_layers, merged_weights, prune
 from .on_policy import OwnAnswers
 from .target_features import FeatureSource, LiveTeacher, check_live
 
@@ -62,14 +62,13 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
             assert target is not None
             self._own_answers = OwnAnswers(draft, target.stop_ids, settings.on_policy, settings.row_tokens)
 
-        # Trained: all weights, or adapters alone, in evaluation mode; but checkpointing works in training mode only.
+        # Trained: all weights, or adapters alone, in evaluation mode.
         draft.model.eval()
         draft.requires_grad_(True)
         if settings.lora is not None:
             add_lora(draft.model, settings.lora, "draft.lora")
         if settings.activation_checkpointing:
-            draft.model.train()
-            draft.model.gradient_checkpointing_enable()
+            checkpoint_activations(draft.model)
 
     @classmethod
     def start(cls, settings: SmallSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
@@ -194,7 +193,7 @@ def merge_adapters(draft: SmallDraft) -> SmallDraft:
     plain.load_state_dict(weights)
     plain.tie_weights()
     plain.generation_config = copy.deepcopy(draft.model.generation_config)
-    return SmallDraft(plain.to(draft.lm.device)).eval()
+    return SmallDraft(plain.to(draft.lm.device).eval())
 
 
 def _no_signals(device: torch.device) -> Signals:
