@@ -1,12 +1,18 @@
 """Context of a model under scaled rotary embeddings: the longest sequence that a server admits, as vLLM derives it from
-the config (0.32 and 0.33).
+the config (`_get_and_verify_max_len`).
 
 | scaling | longest sequence |
 |---|---|
 | none, llama3 | the config's own length |
 | linear, dynamic | that, times the factor |
-| yarn | the original length, times the factor |
+| yarn | the original length, times the factor (vLLM up to 0.29); the config's own length (since 0.30); here the larger |
+| vLLM's other names for yarn | the config's own length (since 0.30) |
 | longrope | the config's own length; where no context is stated, the original one |
+
+Configs that hold the scaled length, as those of most models do, give the same under every version. Where only the
+original one stands there (512, times 4), vLLM serves 2,048 positions up to 0.29 and 512 since 0.30, unless its
+`--hf-overrides` name the scaled length. A log does not tell which version served it, so a prompt that any of them
+answered is asked; `target.context` states less.
 """
 
 from collections.abc import Mapping
@@ -16,7 +22,7 @@ _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
-_SCALED_ALREADY = ("su", "longrope", "llama3")
+_SCALED_ALREADY = ("su", "longrope", "llama3", "deepseek_yarn", "deepseek_llama_scaling", "telechat3-yarn")
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -27,13 +33,13 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     if longest is None or "gemma3" in str(config.get("model_type")):  # whose length is the scaled one
         return longest
     # The factor is that of the last layer type which has one.
-    factor = 1.0
+    factor, original = 1.0, longest
     for rope in _scalings(config):
         kind = _kind(rope)
         if kind not in _SCALED_ALREADY:
             factor = rope.get("factor") or factor
-            longest = rope.get(_ORIGINAL) or longest if kind == "yarn" else longest
-    return int(longest * factor)
+            original = rope.get(_ORIGINAL) or original if kind == "yarn" else original
+    return max(longest, int(original * factor))
 
 
 def served_context(config: Mapping[str, Any]) -> int | None:

@@ -25,6 +25,8 @@ LONG: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0], "long_fa
         (config(), 512, 512),
         (config(**YARN), 2048, 2048),
         (config(2048, **YARN), 2048, 2048),  # the length is the scaled one already
+        (config(8192, **YARN), 8192, 8192),  # more than the factor makes of it: vLLM 0.29 admits 2048, 0.30 all of it
+        (config(2048, **{**YARN, "rope_type": "deepseek_yarn"}), 2048, 2048),
         (config(**{**YARN, "original_max_position_embeddings": None}), 2048, 2048),
         ({"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4.0}}, 2048, 2048),
         (config(rope_type="linear", factor=2.0), 1024, 1024),
