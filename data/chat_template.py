@@ -12,9 +12,11 @@ vLLM is followed (0.32 and 0.33) and, where a conversation says so, SGLang:
 | a prefill | the template's text up to its end | put after the opened turn |
 | reasoning sent back | `reasoning` and `reasoning_content` | `reasoning_content` |
 | a call's function, printed whole | arguments, then the name | the name, then arguments |
-| a call's arguments that are JSON, but no object | an empty object | stay |
+| other fields of a text part (`cache_control`), where it loops over parts | stay | dropped |
+| arguments of a call: none | an empty object | null |
+| empty text, no JSON, or JSON that is no object | an empty object | refused, so left out of the mix |
 
-Arguments of tool calls are objects for the template. Empty ones, and text that is no JSON, are an empty object.
+Arguments of tool calls that are text are decoded for the template.
 """
 
 import json
@@ -161,15 +163,13 @@ def shown_messages(messages: Sequence[Message], parts: bool, engine: Engine) -> 
 
 
 def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
-    # The content: text, or a list of text parts.
-    sent = without_billing(message, engine)
-    texts = [sent] if isinstance(sent, str) else sent
-    if engine == "vllm":
-        texts = texts if parts else [text for text in texts if text]
+    # The content: text, or a list of text parts with whatever else they were sent with.
+    sent = _sent_parts(message, engine)
+    texts = [text for text, _ in sent if text or parts or engine == "sglang"]
     sent_as_parts = engine == "vllm" or (isinstance(message.content, list) and bool(texts))
     content: Any = (" " if engine == "sglang" else "\n").join(texts)
     if parts and sent_as_parts and message.role != "tool":
-        content = [{"type": "text", "text": text} for text in texts]
+        content = [{"type": "text", "text": text, **fields} for text, fields in sent]
     shown: dict[str, Any] = {"role": message.role, "content": content}
 
     # What only some roles have.
@@ -188,13 +188,18 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
 
 def without_billing(message: Message, engine: Engine) -> str | list[str]:
     """A message's content without the header that vLLM leaves out of the system's. A part without another line goes."""
-    content = message.content
+    kept = [text for text, _ in _sent_parts(message, engine)]
+    return kept[0] if isinstance(message.content, str) and kept else kept
+
+
+def _sent_parts(message: Message, engine: Engine) -> list[tuple[str, dict[str, Any]]]:
+    """Text parts of a message with their other fields, without the billing header where the engine leaves it out."""
+    texts = [message.content] if isinstance(message.content, str) else message.content
+    sent = list(zip(texts, message.part_fields or [{} for _ in texts]))
     if engine != "vllm" or message.role != "system":
-        return content
-    texts = [content] if isinstance(content, str) else content
-    cut = [(text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text, text) for text in texts]
-    kept = [rest for rest, text in cut if rest or rest == text]
-    return kept[0] if isinstance(content, str) and kept else kept
+        return sent
+    cut = [(text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text, text, more) for text, more in sent]
+    return [(rest, more) for rest, text, more in cut if rest or rest == text]
 
 
 def calls_with_objects(calls: Sequence[dict[str, Any]], engine: Engine = "vllm") -> list[dict[str, Any]]:
@@ -217,15 +222,14 @@ def _in_order(value: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _arguments(logged: Any, engine: Engine) -> Any:
-    """Arguments of a tool call: the JSON value of a text; {} for null, and for a text that is no JSON. vLLM shows {}
-    for every value that is no object."""
+    """Arguments of a tool call: the JSON value of a text. vLLM shows {} for every value that is no object, and for a
+    text that is no JSON; SGLang takes a text of an object alone, and shows null as it is."""
     if isinstance(logged, str):
         try:
             logged = json.loads(logged)
         except (ValueError, RecursionError):
             return {}
-    shown = isinstance(logged, dict) if engine == "vllm" else logged is not None
-    return logged if shown else {}
+    return logged if isinstance(logged, dict) or engine == "sglang" else {}
 
 
 @lru_cache(maxsize=32)

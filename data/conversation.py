@@ -1,22 +1,23 @@
 """Conversations of a mix: messages, and the assistant turns that the target must answer."""
 
+import json
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]
 Engine = Literal["vllm", "sglang"]
 PromptEnd = Literal["opened", "after_answer", "prefill", "bare"]
 Split = Literal["train", "selection", "holdout"]
-ROLES: tuple[Role, ...] = get_args(Role)
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+"""The usual roles. vLLM hands messages of others to the template, too."""
 SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
-_ASKING = ("user", "tool", "function")
+_ASKS_NOTHING = ("system", "developer", "assistant")
 
 
 class Message(BaseModel):
@@ -24,9 +25,11 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    role: Role
+    role: str
     content: str | list[str]
     """Text, or its parts where it was sent in several; an empty list: the request had no content (null)."""
+    part_fields: list[dict[str, Any]] | None = None
+    """Other fields of each part (`cache_control`, …), which vLLM shows a template that loops over parts; None: none."""
     reasoning: str | None = None
     """Reasoning that the client sent back beside an answer."""
     tool_calls: list[dict[str, Any]] | None = None
@@ -169,5 +172,24 @@ def turn_ends(asked: Asked) -> list[int]:
     for i, message in enumerate(history):
         if message.role == "assistant" and asked_yet and history[i - 1].role != "assistant":
             ends.append(i)
-        asked_yet = asked_yet or message.role in _ASKING
+        asked_yet = asked_yet or message.role not in _ASKS_NOTHING
     return [*ends, last] if last else []
+
+
+def as_printed(value: Any) -> Any:
+    """A JSON value for a hash: itself, or its text where keys stand in another order than the alphabet's. Templates
+    print tools and arguments in the order in which they were sent. Raises ValueError for numbers without JSON."""
+    text = json.dumps(value, allow_nan=False)
+    return value if text == json.dumps(value, sort_keys=True) else text
+
+
+def calls_as_printed(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls for a hash, with `as_printed` arguments; the engine puts their other fields in order."""
+    found = [{**call} for call in calls]
+    for call in found:
+        if isinstance(call.get("function"), dict):
+            call["function"] = {**call["function"]}
+        holder = call["function"] if isinstance(call.get("function"), dict) else call
+        if isinstance(holder.get("arguments"), dict | list):
+            holder["arguments"] = as_printed(holder["arguments"])
+    return found

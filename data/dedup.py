@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from .. import progress
 from .chat_template import calls_with_objects, without_billing
-from .conversation import SPLITS, Conversation, Engine, Message, Split, turn_ends
+from .conversation import SPLITS, Conversation, Engine, Message, Split, as_printed, calls_as_printed, turn_ends
 from .records import Record
 
 TurnKeys = NDArray[np.uint64]
@@ -140,9 +140,8 @@ def turn_keys(record: Record | Conversation) -> list[int]:
     # One running hash over the messages; its state after each context is that turn's key. What is as in most
     # conversations does not count.
     engine = [] if record.engine == "vllm" else [record.engine]
-    hashed = hashlib.blake2b(
-        _json_line([record.tools, dict(record.template_args or {}), *engine]), digest_size=_KEY_BYTES
-    )
+    arguments = {name: as_printed(value) for name, value in (record.template_args or {}).items()}
+    hashed = hashlib.blake2b(_json_line([as_printed(record.tools), arguments, *engine]), digest_size=_KEY_BYTES)
     for number, message in enumerate(record.messages, start=1):
         hashed.update(_json_line(_without_what_changes(message, record.engine)))
         if number in ended:
@@ -155,12 +154,19 @@ def turn_keys(record: Record | Conversation) -> list[int]:
 
 
 def _without_what_changes(message: Message, engine: Engine) -> dict[str, Any]:
-    """A message without what is new in each request: a billing header, which no template is shown, and the ids that a
-    server drew for its tool calls."""
+    """A message without what is new in each request: a billing header, which no template is shown, the marks of what to
+    cache, which move on with a thread, and the ids that a server drew for its tool calls."""
     asked = message.record() | {"content": without_billing(message, engine) or ""}
     asked.pop("tool_call_id", None)
+    if message.part_fields is not None:
+        fields = [
+            {name: value for name, value in one.items() if name != "cache_control"} for one in message.part_fields
+        ]
+        asked |= {"part_fields": as_printed(fields)}
+        if not any(fields):
+            del asked["part_fields"]
     if message.tool_calls is not None:
-        calls = calls_with_objects(message.tool_calls, engine)
+        calls = calls_as_printed(calls_with_objects(message.tool_calls, engine))
         asked["tool_calls"] = [{name: value for name, value in call.items() if name != "id"} for call in calls]
     return asked
 

@@ -116,6 +116,7 @@ def redacted(record: Record, redactor: Redactor) -> Record:
 def _redacted_message(message: Message, redactor: Redactor) -> Message:
     changes: dict[str, Any] = {
         "content": redactor.value(message.content),
+        "part_fields": redactor.value(message.part_fields),
         "reasoning": redactor.value(message.reasoning),
         "name": redactor.value(message.name),
         "tool_call_id": redactor.value(message.tool_call_id),

@@ -15,7 +15,16 @@ from pydantic import BaseModel, ValidationError
 from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
-from .conversation import ROLES, Conversation, Engine, Message, PromptEnd, Role, turn_ends
+from .conversation import (
+    ROLES,
+    Conversation,
+    Engine,
+    Message,
+    PromptEnd,
+    as_printed,
+    calls_as_printed,
+    turn_ends,
+)
 from .logs.chat import MOST_TOKENS, LeftOut, Timing, body_of, decoded
 from .logs.parsing import number, seconds
 from .served_request import (
@@ -55,7 +64,9 @@ _MEDIA: dict[Shape, tuple[str, ...]] = {
     "sharegpt": ("images", "videos", "audios", "image", "video", "audio"),
 }
 """Fields beside a conversation that hold what its text has marks for (`<image>`), by shape."""
-_SHAREGPT_ROLES: dict[str, Role] = {
+_SGLANG_ROLES = ("system", "developer", "assistant", "tool", "function", "latest_reminder", "root")
+"""Roles that SGLang takes in letters of any size, beside `user`."""
+_SHAREGPT_ROLES: dict[str, str] = {
     "human": "user",
     "gpt": "assistant",
     "chatgpt": "assistant",
@@ -76,7 +87,15 @@ _TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""Types of a content's parts that engines show as text, and where it stands in them."""
+"""Types of a content's parts that vLLM shows as text, and where it stands in them. SGLang takes the first alone."""
+_PART_FIELDS = frozenset(
+    (
+        *("type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "prompt_cache_breakpoint"),
+        *("file", "image_url", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds"),
+        *("video_url", "video_embeds", "prompt_embeds"),
+    )
+)
+"""Fields of a part that vLLM knows, of which a template is shown type and text alone; it is shown all others."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +132,12 @@ class Record:
     @cached_property
     def id(self) -> str:
         """Hash of what the target is shown (messages, tools, template arguments), so exact copies share it."""
-        shown = [[message.record() for message in self.messages], self.tools, dict(self.template_args or {})]
+        messages = [message.record() for message in self.messages]
+        for message in messages:
+            if message.get("tool_calls"):
+                message["tool_calls"] = calls_as_printed(message["tool_calls"])
+        arguments = {name: as_printed(value) for name, value in (self.template_args or {}).items()}
+        shown = [messages, as_printed(self.tools), arguments]
         # What is not as in most conversations counts too.
         engine = self.engine if _matters(self.messages, self.prompt_end) else "vllm"
         form = {"turn_by_turn": self.turn_by_turn, "prompt_end": self.prompt_end, "engine": engine}
@@ -301,8 +325,14 @@ def _message(raw: Any, engine: Engine, where: str) -> Message:
     if not isinstance(raw, dict):
         raise InputError(f"{where}: is a JSON {_json_type(raw)}; must be an object with role and content")
     role = raw.get("role")
-    if role not in ROLES:
-        raise InputError(f"{where}: unknown role {_quoted(role)}; must be one of {', '.join(ROLES)}")
+    if not isinstance(role, str) or not role:
+        found = "is missing" if role is None else "is empty" if role == "" else f"is a JSON {_json_type(role)}"
+        raise InputError(f"{where}: role {found}; must be text")
+    # vLLM hands any role to the template.
+    if engine == "sglang" and role != "user":
+        role = role.lower()
+        if role not in _SGLANG_ROLES:
+            raise LeftOut(where, "request that the engine refuses")
     if role == "developer" and raw.get("tools"):
         raise LeftOut(where, "tools inside a message")
     # Text under another name than engines know would be asked as an empty message; a user's has a content.
@@ -314,35 +344,65 @@ def _message(raw: Any, engine: Engine, where: str) -> Message:
     # vLLM takes reasoning under either name, SGLang under one.
     names = ("reasoning", "reasoning_content") if engine == "vllm" else ("reasoning_content",)
     reasoning = next((raw[name] for name in names if raw.get(name) is not None), None)
+    content, part_fields = _content(raw.get("content"), role, engine, where)
+    calls = raw.get("tool_calls")
+    if (
+        engine == "sglang"
+        and isinstance(calls, list)
+        and not all(map(_sglang_takes, calls if role == "assistant" else ()))
+    ):
+        raise LeftOut(where, "request that the engine refuses")
     fields = {
         "role": role,
-        "content": _content(raw.get("content"), engine, where),
+        "content": content,
+        "part_fields": part_fields if any(part_fields) else None,
         "reasoning": reasoning if role == "assistant" else None,
         "name": raw.get("name"),
         "tool_call_id": raw.get("tool_call_id"),
-        "tool_calls": raw.get("tool_calls") or None,
+        "tool_calls": calls or None,
     }
     return _validated(Message, fields, where)
 
 
-def _content(content: Any, engine: Engine, where: str) -> str | list[str]:
-    """Text of a message's content, or its text parts where there are several; SGLang tells one part from a text.
-    Raises LeftOut for other parts."""
+def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str | list[str], list[dict[str, Any]]]:
+    """Text of a message's content, or its text parts where there are several; SGLang tells one part from a text. And
+    other fields of each part that a template may be shown. Raises LeftOut for other parts."""
     if content is None or isinstance(content, str):
-        return [] if content is None else content
+        return [] if content is None else content, []
     if not isinstance(content, list):
         raise InputError(f"{where}: content is a JSON {_json_type(content)}; must be text or a list of text parts")
     # Parts that are not text (images, audio) cannot be left out without changing the question.
-    parts: list[str] = []
+    parts, others = list[str](), list[dict[str, Any]]()
     for part in content:
-        named = _TEXT_PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
-        text = part if named is None else part.get(named)
-        if named is not None and text is None:  # engines pass over it
+        fields = part if isinstance(part, dict) else {"type": "text", "text": part}
+        kind = str(fields.get("type"))
+        text = fields.get(_TEXT_PARTS.get(kind, ""))
+        if engine == "sglang" and kind in _TEXT_PARTS and (kind != "text" or part is not fields or text is None):
+            # It takes thoughts of the assistant, and shows them to no template.
+            if kind != "thinking" or role != "assistant":
+                raise LeftOut(where, "request that the engine refuses")
+            continue
+        if kind in _TEXT_PARTS and text is None:  # engines pass over it
             continue
         if not isinstance(text, str):
             raise LeftOut(where, "message part that is not text")
         parts.append(text)
-    return parts[0] if len(parts) == 1 and engine == "vllm" else parts
+        others.append({name: value for name, value in fields.items() if name not in _PART_FIELDS})
+    if engine == "sglang":
+        return parts, []
+    return (parts[0] if len(parts) == 1 else parts), others
+
+
+def _sglang_takes(call: Any) -> bool:
+    """Whether SGLang takes a call of the history: its arguments are an object, the JSON text of one, or absent."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else ()
+    if not isinstance(arguments, str):
+        return arguments is None or isinstance(arguments, dict)
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:

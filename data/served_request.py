@@ -1,8 +1,8 @@
 """Fields of a request beside its messages: those that reach the chat template, as the engine passes them there, and
 those that keep its prompt from being made again.
 
-vLLM (0.32 and 0.33) is followed, and SGLang for its own log or where the source says so. `docs/logs.md` has the whole
-list of fields.
+vLLM (0.32 and 0.33) is followed, and SGLang (0.5.23) for its own log or where the source says so. `docs/logs.md` has
+the whole list of fields.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,7 +123,8 @@ def _reasoning_of_sglang(reasoning: Any, effort: Any) -> dict[str, Any]:
 
 
 def shown_tools(lookup: Lookup, engine: Engine, where: str) -> list[dict[str, Any]] | None:
-    """Tools as the engine shows them to the template: in OpenAI's shape, fields in the order of its schema.
+    """Tools as the engine shows them to the template: in OpenAI's shape; vLLM puts fields in the order of its schema,
+    SGLang leaves them in that of the request.
 
     Tools in Anthropic's shape (`input_schema`) and flat ones are brought to it. Raises LeftOut for other kinds.
     """
@@ -133,17 +134,22 @@ def shown_tools(lookup: Lookup, engine: Engine, where: str) -> list[dict[str, An
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InputError(f"{where}: tools is not a list of objects")
     functions = [_function(tool, f"{where}: tools[{i}]") for i, tool in enumerate(tools)]
+    # A tool whose definition is to be loaded later may say so beside its function; then both say so.
+    deferred = [tool.get("defer_loading") if isinstance(tool.get("function"), dict) else None for tool in tools]
+    for function, defer in zip(functions, deferred):
+        if defer is not None and function.get("defer_loading") is None:
+            function["defer_loading"] = defer
     # vLLM shows tools whatever the choice is; SGLang none, or only the named one.
-    if engine == "sglang":
-        name = choice["function"].get("name") if _names_a_function(choice) else None
-        functions = [function for function in functions if name in (None, function["name"])]
-        return [_tool_of_sglang(function) for function in functions] if choice != "none" else None
-    return [_tool_of_vllm(function) for function in functions]
+    if engine == "vllm":
+        return [_tool_of_vllm(*each) for each in zip(functions, deferred)]
+    name = choice["function"].get("name") if _names_a_function(choice) else None
+    named = [each for each in zip(functions, deferred) if name in (None, each[0]["name"])]
+    return [_tool_of_sglang(*each) for each in named] or None if choice != "none" else None
 
 
 def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
     """The function that a tool is, with `name`, and `description`, `parameters` and `strict` where given."""
-    function = tool
+    function = dict(tool)
     if isinstance(tool.get("function"), dict):
         function = dict(tool["function"])
     elif "input_schema" in tool:
@@ -157,15 +163,22 @@ def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
     return function
 
 
-def _tool_of_vllm(function: Mapping[str, Any]) -> dict[str, Any]:
+def _tool_of_vllm(function: Mapping[str, Any], deferred: Any) -> dict[str, Any]:
     shown = {name: function.get(name) for name in ("name", "description", "parameters")}
     shown |= {name: function[name] for name in ("strict", "defer_loading") if function.get(name) is not None}
-    return {"type": "function", "function": shown}
+    beside = {} if deferred is None else {"defer_loading": deferred}
+    return {"type": "function", "function": shown, **beside}
 
 
-def _tool_of_sglang(function: Mapping[str, Any]) -> dict[str, Any]:
-    shown = {name: function.get(name) for name in ("description", "name", "parameters")}
-    return {"type": "function", "function": {**shown, "strict": bool(function.get("strict"))}}
+def _tool_of_sglang(function: Mapping[str, Any], deferred: Any) -> dict[str, Any]:
+    always = ("description", "name", "parameters")
+    given = [name for name in ("strict", "defer_loading") if function.get(name) is not None]
+    order = [*(name for name in function if name in (*always, *given)), *always]
+    return {
+        "type": "function",
+        "function": {name: function.get(name) for name in order},
+        "defer_loading": deferred,
+    }
 
 
 def _names_a_function(choice: Any) -> bool:

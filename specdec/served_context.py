@@ -29,7 +29,7 @@ _ORIGINAL = "original_max_position_embeddings"
 def longest_context(config: Mapping[str, Any]) -> int | None:
     """Longest sequence that a config of a language model allows; None: it names no length."""
     known = [config[name] for name in _LENGTHS if isinstance(config.get(name), int)]
-    longest = config.get("model_max_length") or min(known, default=None)
+    longest: int | None = config.get("model_max_length") or min(known, default=None)
     if longest is None or "gemma3" in str(config.get("model_type")):  # whose length is the scaled one
         return longest
     # The factor is that of the last layer type which has one.

@@ -88,6 +88,8 @@ def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict
     # 3) Tools, and which of them must be called.
     if isinstance(body.get("tools"), list):
         request["tools"] = [_tool(tool) for tool in body["tools"]]
+    if body.get("tools") == []:  # which a template is shown, and chat completions refuse
+        request["chat_template_kwargs"] = {"tools": [], **(body.get("chat_template_kwargs") or {})}
     if isinstance(choice := body.get("tool_choice"), Mapping):
         named = {"type": "function", "function": {"name": choice.get("name")}}
         request["tool_choice"] = _CHOICES.get(str(choice.get("type")), named)
@@ -141,6 +143,8 @@ def _shown(text: str) -> bool:
 def _add_message(messages: list[Any], message: Any) -> Reason | None:
     """Add what becomes of a message: of one with results of tools, a message each before the rest."""
     role, blocks = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+    if isinstance(role, str) and role not in ("user", "assistant", "system"):
+        return "request that the engine refuses"
     if not isinstance(blocks, list):
         if role != "system" or not isinstance(blocks, str) or _shown(blocks):
             messages.append(message)

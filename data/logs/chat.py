@@ -14,6 +14,7 @@ Reason = Literal[
     "no chat request",
     "health check",
     "failed request",
+    "request that the engine refuses",
     "answer without its request",
     "no text logged",
     "raw prompt",

@@ -125,8 +125,9 @@ def test_arguments_of_calls_are_objects(logged: Any, shown: Any) -> None:
     assert call["function"] == {"name": "now", "arguments": logged}  # the stored message is as logged
     missing = said("assistant", tool_calls=[{"function": {"name": "now"}}])
     assert shown_messages([missing], False, "vllm")[0]["tool_calls"][0]["function"]["arguments"] == {}
-    listed = said("assistant", tool_calls=[{"function": {"name": "now", "arguments": "[1]"}}])
-    assert shown_messages([listed], False, "sglang")[0]["tool_calls"][0]["function"]["arguments"] == [1]
+    for arguments, seen in ((None, None), ('{"a": 1}', {"a": 1})):
+        given = said("assistant", tool_calls=[{"function": {"name": "now", "arguments": arguments}}])
+        assert shown_messages([given], False, "sglang")[0]["tool_calls"][0]["function"]["arguments"] == seen
 
 
 def test_a_call_without_parameters_renders(prompt: Prompt) -> None:

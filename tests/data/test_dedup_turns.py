@@ -59,7 +59,7 @@ def record(*texts: str, **more: Any) -> Record:
     """Texts of a user; `>` begins the assistant's, `^` the system's, `=` a tool's. Without these, asked one by one."""
     more.setdefault("turn_by_turn", not any(text[0] in ">=" for text in texts))
     roles = {">": "assistant", "^": "system", "=": "tool"}
-    messages = tuple(Message(role=roles.get(text[0], "user"), content=text.lstrip(">^=")) for text in texts)  # type: ignore[arg-type]
+    messages = tuple(Message(role=roles.get(text[0], "user"), content=text.lstrip(">^=")) for text in texts)
     return Record(domain="d", messages=messages, **more)
 
 
@@ -147,7 +147,7 @@ def test_steps_of_an_agent_are_one_conversation() -> None:
             Message(role="user", content="a"),
             Message(role="assistant", content="", tool_calls=[call]),
             Message(role="tool", content="found", tool_call_id=run),
-            *(Message(role=role, content=text) for role, text in zip(("assistant", "user"), texts)),  # type: ignore[arg-type]
+            *(Message(role=role, content=text) for role, text in zip(("assistant", "user"), texts)),
         ]
         return Record("d", tuple(messages), tools=TOOLS)
 

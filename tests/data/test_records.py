@@ -146,8 +146,8 @@ USER = {"role": "user", "content": "Hi"}
         ("messages", {"messages": ["Hi"]}, "messages[0]: is a JSON string"),
         (
             "messages",
-            {"messages": [{"role": "bot", "content": "x"}]},
-            "messages[0]: unknown role 'bot'; must be one of",
+            {"messages": [{"role": 5, "content": "x"}]},
+            "messages[0]: role is a JSON number; must be text",
         ),
         ("messages", {"messages": [{"role": "user", "content": 3}]}, "content is a JSON number"),
         ("messages", {"messages": [{**USER, "tool_calls": "x"}]}, "tool_calls: input should be a valid list"),

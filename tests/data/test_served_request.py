@@ -1,10 +1,13 @@
 """What of a request reaches the chat template, how its prompt ends, and which requests are left out."""
 
+import json
 from typing import Any
 
 import pytest
 
-from draftforge.data.conversation import turns
+from draftforge.data.chat_template import shown_messages
+from draftforge.data.conversation import turn_ends, turns
+from draftforge.data.dedup import turn_keys
 from draftforge.data.logs.chat import LeftOut, Timing
 from draftforge.data.records import Record, parse
 from draftforge.data.settings import FileSource
@@ -92,8 +95,8 @@ def test_tools_of_any_shape_are_shown_in_openais_in_the_order_of_the_schema(tool
     }
     assert list(vllm) == ["type", "function"] and list(vllm["function"]) == ["name", "description", "parameters"]
     (sglang,) = asked({"tools": [tool]}, kind="sglang").tools or []
-    assert list(sglang["function"]) == ["description", "name", "parameters", "strict"]
-    assert sglang["function"]["strict"] is False
+    assert sglang == {**vllm, "defer_loading": None}
+    assert [name for name in sglang["function"] if name in tool.get("function", {})] == list(tool.get("function", {}))
 
 
 def test_fields_of_a_tool_that_are_missing_are_null_and_others_are_dropped() -> None:
@@ -103,10 +106,25 @@ def test_fields_of_a_tool_that_are_missing_are_null_and_others_are_dropped() -> 
     assert list(found) == ["type", "function"]
 
 
+def test_tools_that_are_loaded_later_say_so_where_the_engine_says_so() -> None:
+    """As vLLM's and SGLang's `_propagate_defer_loading` and serializers do it."""
+    beside = {"type": "function", "function": {"strict": True, "name": "now"}, "defer_loading": True}
+    (vllm,) = asked({"tools": [beside]}).tools or []
+    function = {"name": "now", "description": None, "parameters": None, "strict": True, "defer_loading": True}
+    assert json.dumps(vllm) == json.dumps({"type": "function", "function": function, "defer_loading": True})
+    (sglang,) = asked({"tools": [beside]}, kind="sglang").tools or []
+    assert sglang["defer_loading"] is True
+    assert list(sglang["function"]) == ["strict", "name", "defer_loading", "description", "parameters"]
+    inside = {"type": "function", "function": {"name": "now", "defer_loading": False}}
+    (found,) = asked({"tools": [inside]}).tools or []
+    assert found["function"]["defer_loading"] is False and "defer_loading" not in found
+
+
 def test_tool_choice() -> None:
     tools = {"tools": [OPENAI, {"type": "function", "function": {"name": "now"}}]}
     named = {"type": "function", "function": {"name": "now"}}
-    for choice, vllm, sglang in (("auto", 2, 2), ("required", 2, 2), ("none", 2, 0), (named, 2, 1)):
+    unknown = {"type": "function", "function": {"name": "then"}}
+    for choice, vllm, sglang in (("auto", 2, 2), ("required", 2, 2), ("none", 2, 0), (named, 2, 1), (unknown, 2, 0)):
         request = {**tools, "tool_choice": choice}
         assert len(asked(request).tools or []) == vllm
         assert len(asked(request, kind="sglang").tools or []) == sglang
@@ -226,6 +244,92 @@ def test_contents_are_kept_as_they_were_sent() -> None:
         assert [message.content for message in record.messages[:-1]] == [kept for _, kept in given]
 
 
+def test_other_fields_of_text_parts_are_kept_for_templates_that_loop_over_them() -> None:
+    """As vLLM's `_collect_extra_fields`: what no part of its schema has."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    parts = [{"type": "text", "text": "a", "uuid": "u", **mark}, "b", {"type": "refusal", "refusal": "c", "n": 1}]
+    record = asked({"messages": [{"role": "user", "content": parts}]})
+    assert record.messages[0].part_fields == [mark, {}, {"n": 1}]
+    shown = shown_messages(record.messages, True, "vllm")[0]["content"]
+    assert shown == [
+        {"type": "text", "text": "a", **mark},
+        {"type": "text", "text": "b"},
+        {"type": "text", "text": "c", "n": 1},
+    ]
+    assert shown_messages(record.messages, False, "vllm")[0]["content"] == "a\nb\nc"
+    # One part alone is a text, with its fields; an engine that knows no others drops them.
+    one = {"messages": [{"role": "user", "content": parts[:1]}]}
+    assert asked(one).messages[0].content == "a" and asked(one).messages[0].part_fields == [mark]
+    assert asked(one, kind="sglang").messages[0].part_fields is None
+    plain = {"messages": [{"role": "user", "content": "a"}]}
+    assert asked(one).id != asked(plain).id and turn_keys(asked(one)) == turn_keys(asked(plain))
+    other = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "lang": "en"}]}]}
+    assert turn_keys(asked(other)) != turn_keys(asked(plain))
+
+
+def test_parts_that_sglang_refuses() -> None:
+    thought = {"type": "thinking", "thinking": "hm"}
+    said = {"role": "assistant", "content": [thought, {"type": "text", "text": "Yes."}]}
+    assert asked({"messages": [USER, said, USER]}, kind="sglang").messages[1].content == ["Yes."]
+    for part in ("b", {"type": "input_text", "text": "c"}, {"type": "refusal", "refusal": "d"}, thought):
+        with pytest.raises(LeftOut, match="request that the engine refuses"):
+            asked({"messages": [{"role": "user", "content": [part]}]}, kind="sglang")
+
+
+@pytest.mark.parametrize("arguments", ["", "no JSON", "[1]", "3", "null", [1], 3])
+def test_calls_that_sglang_refuses(arguments: Any) -> None:
+    """As SGLang's `parse_tool_call_arguments`; vLLM shows them as an empty object."""
+
+    def talk(role: str, arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
+        return {"messages": [USER, {"role": role, "content": "", "tool_calls": [call]}, USER]}
+
+    with pytest.raises(LeftOut, match="request that the engine refuses"):
+        asked(talk("assistant", arguments), kind="sglang")
+    with pytest.raises(LeftOut, match="request that the engine refuses"):
+        asked(talk("assistant", arguments), engine="sglang")
+    assert asked(talk("assistant", arguments)).messages[1].tool_calls
+    for taken in ("{}", '{"a": [1]}', {"a": 1}, None):
+        assert asked(talk("assistant", taken), kind="sglang").messages[1].tool_calls
+
+
+def test_other_roles_reach_the_template_where_the_engine_takes_them() -> None:
+    critic = {"messages": [USER, {"role": "critic", "content": "Too short.", "name": "Ann"}]}
+    assert messages_of(asked(critic)) == [("user", "Hi"), ("critic", "Too short.")]
+    assert shown_messages(asked(critic).messages, False, "vllm")[1] == {**critic["messages"][1]}
+    with pytest.raises(LeftOut, match="request that the engine refuses"):
+        asked(critic, kind="sglang")
+    # SGLang writes the roles that it knows in small letters.
+    called = {"messages": [USER, {"role": "Function", "content": "noon", "name": "now"}]}
+    assert messages_of(asked(called, kind="sglang"))[1] == ("function", "noon")
+    assert messages_of(asked(called))[1] == ("Function", "noon")
+    answered = asked({"messages": [{"role": "critic", "content": "a"}, ANSWER, {"role": "critic", "content": "b"}]})
+    assert turn_ends(answered) == [1, 3]
+
+
+def test_the_order_of_keys_in_tools_and_calls_makes_another_prompt() -> None:
+    """Templates print them in the order of the request."""
+
+    def ids(**fields: Any) -> tuple[str, list[int]]:
+        record = asked({"messages": [USER, *fields.pop("said", [])], **fields})
+        return record.id, turn_keys(record)
+
+    one, two = {"type": "object", "properties": {}}, {"properties": {}, "type": "object"}
+    for make in (
+        lambda value: {"tools": [{"type": "function", "function": {"name": "now", "parameters": value}}]},
+        lambda value: {"documents": [value]},
+        lambda value: {"chat_template_kwargs": {"schema": value}},
+        lambda value: {
+            "said": [{"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": value}}]}, USER]
+        },
+    ):
+        (first, keys), (second, others) = ids(**make(one)), ids(**make(two))
+        assert first != second and keys[-1] != others[-1]
+        assert ids(**make(dict(one))) == (first, keys)
+    # Arguments of the template itself have no order.
+    assert ids(chat_template_kwargs={"a": 1, "b": 2}) == ids(chat_template_kwargs={"b": 2, "a": 1})
+
+
 def test_reasoning_of_earlier_answers() -> None:
     def reasoning(message: dict[str, Any], **settings: Any) -> str | None:
         record = asked({"messages": [USER, {"role": "assistant", "content": "x", **message}, USER]}, **settings)
@@ -238,7 +342,7 @@ def test_reasoning_of_earlier_answers() -> None:
 
 
 def test_the_engine_is_kept_where_it_matters() -> None:
-    parts = {"messages": [{"role": "user", "content": PARTS}]}
+    parts = {"messages": [{"role": "user", "content": [PARTS[0], {"type": "text", "text": "c"}]}]}
     one = {"messages": [{"role": "user", "content": PARTS[:1]}]}
     assert asked({}, kind="sglang").engine == "sglang"  # whose texts stay texts for a template that loops over parts
     assert isinstance(asked(one, kind="sglang").messages[0].content, list)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from draftforge.data.capture.capture import capture_conversations
-from draftforge.data.conversation import Conversation, Message, Role
+from draftforge.data.conversation import Conversation, Message
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
@@ -28,7 +28,7 @@ def template(target: Target) -> Iterator[Callable[[str], None]]:
     target.tokenizer.chat_template = own
 
 
-def talk(id: str, *roles: Role, **more: Any) -> Conversation:
+def talk(id: str, *roles: str, **more: Any) -> Conversation:
     messages = [Message(role=role, content=f"{role} {i}") for i, role in enumerate(roles)]
     more = {"domain": "d", "split": "train", "where": f"log.jsonl:{id}", **more}
     return Conversation(id=id, messages=messages, cluster=id, **more)

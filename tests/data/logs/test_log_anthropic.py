@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_level import byte_level_tokenizer
 from log_reading import read_log, write_lines
 
+from draftforge.data.chat_template import render_text
 from draftforge.data.logs import openai
 from draftforge.data.logs.anthropic import is_request, request_of
 from draftforge.data.logs.chat import Entry
@@ -171,6 +173,23 @@ def test_other_fields(given: dict[str, Any], there: dict[str, Any]) -> None:
     request, reason = request_of({"messages": [ASKED], **given})
     kept = {name: value for name, value in request.items() if value is not None and name != "messages"}
     assert reason is None and kept == there
+
+
+def test_an_empty_list_of_tools_reaches_the_template_as_one(tmp_path: Path) -> None:
+    """vLLM's endpoint shows `[]`, which templates tell from no tools; chat completions refuse it."""
+    body = {"system": "x", "messages": [ASKED], "tools": [], "chat_template_kwargs": {"a": 1}}
+    (record,) = read_log(write_lines(tmp_path / "log.jsonl", json.dumps(body)), "openai").records
+    assert record.template_args == {"tools": [], "a": 1}
+    tokenizer = byte_level_tokenizer(["Hi"], 262)
+    tokenizer.chat_template = "{% if tools is none %}no{% else %}{{ tools | length }}{% endif %} tools"
+    assert render_text(tokenizer, record.messages, record.tools, dict(record.template_args)) == "0 tools"
+    assert render_text(tokenizer, record.messages, None, {}) == "no tools"
+
+
+def test_roles_that_the_api_has_not_are_refused_there(tmp_path: Path) -> None:
+    body = {"system": "x", "messages": [ASKED, {"role": "critic", "content": "Too short."}]}
+    read = read_log(write_lines(tmp_path / "log.jsonl", json.dumps(body), json.dumps({"messages": [ASKED]})), "openai")
+    assert read.counts.left_out == {"request that the engine refuses": 1}
 
 
 def test_requests_that_sglang_served_are_left_out(tmp_path: Path) -> None:
