@@ -5,7 +5,7 @@ the config (`_get_and_verify_max_len`).
 |---|---|
 | none, llama3 | the config's own length |
 | linear, dynamic | that, times the factor |
-| yarn | the original length, times the factor (vLLM up to 0.29); the config's own length (since 0.30); here the larger |
+| yarn | the original length, times the factor (vLLM up to 0.29), or the config's own (since 0.30); here the larger |
 | vLLM's other names for yarn | the config's own length (since 0.30) |
 | longrope | the config's own length; where no context is stated, the original one |
 
