@@ -17,6 +17,7 @@ import typer
 
 from . import __version__
 from .errors import DraftforgeError, InputError, MissingFileError, RecipeError, StoppedError
+from .masking import masked
 from .pipeline.cli_options import (
     BenchOptions,
     GenerateOptions,
@@ -488,7 +489,7 @@ def doctor(
 
 @recipe_app.command("show")
 def recipe_show(recipe: RecipeFile, overrides: Overrides = None) -> None:
-    """Print the recipe with every default and override in place; passwords in addresses are left out.
+    """Print the recipe with every default and override in place; secrets in it are masked.
 
     Example: draftforge recipe show configs/demo.yaml seed=1
     """
@@ -587,7 +588,7 @@ def _fail(error: BaseException, message: str, code: int) -> NoReturn:
     same = isinstance(error, RecipeError | MissingFileError) or hasattr(error, "format_message")
     met = ranks is not None and ranks.ranks_met().store is not None
     if message and not debugging and not (same and not met and os.environ.get("LOCAL_RANK", "0") != "0"):
-        print(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}", file=sys.stderr, flush=True)
+        print(masked(f"error{'' if rank == '0' else f' (rank {rank})'}: {message}"), file=sys.stderr, flush=True)
     if ranks is not None:
         ranks.report_failure(error)
     if debugging:

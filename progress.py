@@ -12,6 +12,8 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from .masking import masked
+
 console = Console(stderr=True, highlight=False)
 PLAIN_EVERY_SECONDS = 10.0
 Advance = Callable[..., None]
@@ -19,9 +21,10 @@ T = TypeVar("T")
 
 
 def say(message: str, every_rank: bool = False) -> None:
-    """Print one line for people; silent on ranks other than 0 unless it is for `every_rank`."""
+    """Print one line for people, secrets masked; silent on ranks other than 0 unless it is for `every_rank`."""
     rank = os.environ.get("RANK", "0")
     if rank == "0" or every_rank:
+        message = masked(message)
         console.print(message if rank == "0" else f"rank {rank}: {message}", soft_wrap=True, markup=False)
 
 

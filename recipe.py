@@ -20,10 +20,12 @@ from pydantic_core import ErrorDetails
 from .data.settings import CaptureSettings, MixSettings
 from .errors import MissingFileError, RecipeError
 from .eval.settings import ScoreSettings
-from .registry.connect import RegistrySettings, redacted
+from .masking import masked_value
+from .registry.connect import RegistrySettings
 from .registry.gate import GateSettings
 from .specdec.proposers.training_free import TRAINING_FREE
 from .specdec.requests import TargetSettings
+from .storage import Access
 from .train.settings import DraftSettings
 
 M = TypeVar("M", bound=BaseModel)
@@ -111,6 +113,9 @@ class Recipe(BaseModel):
     """Name of the recipe: of its work folder and its runs."""
     workdir: Path = Field(default=Path("runs"), json_schema_extra={"relative_to": "cwd"})
     """Where everything is written, relative to the current folder; absent: runs/NAME."""
+    workdir_access: Access = "owner"
+    """Who may enter the work folder, which holds users' messages: `owner` (folders 0700, files 0600), `group` (0770,
+    0660); `umask`: modes are left to the process's umask and to whoever made the folder."""
     seed: int = Field(default=0, ge=0)
     """Seed of fresh weights, of the order of training data and of dropout."""
     target: TargetSettings
@@ -173,11 +178,9 @@ class Recipe(BaseModel):
         return self.model_dump(mode="json")
 
     def public(self) -> dict[str, Any]:
-        """The resolved recipe without user names and passwords: for people and logs."""
-        uri = self.registry.tracking_uri
-        return self.resolved() | {
-            "registry": self.registry.model_dump(mode="json") | {"tracking_uri": uri and redacted(uri)}
-        }
+        """The resolved recipe with its secrets masked: for people and logs."""
+        found: dict[str, Any] = masked_value(self.resolved())
+        return found
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

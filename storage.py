@@ -1,16 +1,18 @@
 """Atomic files and folders, locks, free space, and paths that stay inside their root."""
 
 import errno
+import itertools
 import json
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -148,6 +150,33 @@ def new_file(path: Path) -> Iterator[Path]:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+Access = Literal["owner", "group", "umask"]
+"""Who may enter a work folder: its owner; the owner's group, to write too; whoever this process's umask lets in."""
+_FOLDER_MODES = {"owner": 0o700, "group": 0o770}
+
+
+def restrict(root: Path, access: Access) -> list[Path]:
+    """Give a folder and all below it the modes of `access`: 0700 and 0600, or 0770 and 0660. Links are not followed.
+
+    Returns the paths that are another user's, or lie on a file system without modes, and so stay as they are.
+    """
+    if access == "umask":
+        return []
+    wanted, left = _FOLDER_MODES[access], []
+    # The root first: what lies below it is out of reach from then on.
+    for path in itertools.chain([root], root.rglob("*")):
+        try:
+            found = path.lstat().st_mode
+            mode = wanted if stat.S_ISDIR(found) else wanted & 0o660
+            if not stat.S_ISLNK(found) and stat.S_IMODE(found) & 0o777 != mode:
+                path.chmod(mode)
+        except FileNotFoundError:
+            continue  # another process's temporary file
+        except OSError:
+            left.append(path)
+    return left
 
 
 @contextmanager

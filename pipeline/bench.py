@@ -42,6 +42,7 @@ from ..eval.draft_configs import DraftConfig, ProposerSpec
 from ..eval.report.charts import bench_svg
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.summary import bench_summary
+from ..masking import masked_value
 from ..progress import say, track
 from ..recipe import Recipe
 from ..registry.lineage import git_commit
@@ -192,7 +193,7 @@ def environment(
         transformers=transformers.__version__,
         draftforge=__version__,
         commit=git_commit(),
-        command=sys.argv,
+        command=masked_value(sys.argv),
         target=target.settings.model,
         target_fingerprint=target.fingerprint,
         drafts={method.name: method.place for method in methods},

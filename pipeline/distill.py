@@ -15,9 +15,9 @@ from ..data.capture.reuse import save_answers
 from ..data.mix import load_mix
 from ..data.store import Capture
 from ..errors import InputError, MissingFileError
+from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe
-from ..registry.connect import redacted
 from ..registry.gate import Decision
 from ..registry.lineage import Version
 from ..registry.tracking import TrackedRun, find_run, start_run
@@ -204,7 +204,7 @@ def distill(
         follow_champion(space)
     # 3) Say how long it took, and where its figures are.
     seconds = time.monotonic() - started
-    say(f"distilled in {seconds:.0f} s; to look at it: mlflow ui --backend-store-uri {redacted(tracking.uri)}")
+    say(f"distilled in {seconds:.0f} s; to look at it: mlflow ui --backend-store-uri {masked(tracking.uri)}")
     show_serving(space, outcome.scored)
     return outcome
 

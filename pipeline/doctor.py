@@ -23,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..errors import DraftforgeError
+from ..masking import masked
 from ..progress import say
 from ..storage import size_text
 
@@ -206,7 +207,7 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
     """Check whether the MLflow store answers. Nothing is made there."""
     # The address, as a recipe without a `registry` section would resolve it.
     try:
-        from ..registry.connect import RegistrySettings, redacted, resolve_uri
+        from ..registry.connect import RegistrySettings, resolve_uri
 
         uri = resolve_uri(RegistrySettings(tracking_uri=tracking_uri), workdir)
     except ImportError as error:
@@ -218,8 +219,8 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
     if parts.scheme.startswith("sqlite"):
         folder = check_disk(Path(uri.split("///", 1)[1]).parent)
         return folder._replace(name="tracking", found=uri if folder.status == "OK" else folder.found)
-    # Addresses may hold a password, and connection errors repeat the address: both are shown redacted.
-    shown = redacted(uri)
+    # Addresses may hold a password, and connection errors repeat the address: both are shown masked.
+    shown = masked(uri)
     try:
         if parts.scheme in ("http", "https"):
             return _check_server(uri, shown)
@@ -227,7 +228,7 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
             return Check("tracking", "WARN", f"{shown}: not probed", "run a small recipe to see whether it answers")
         socket.create_connection((parts.hostname, parts.port), timeout=PROBE_SECONDS).close()
     except (OSError, ValueError) as error:
-        reason = re.sub(r".*(\[Errno -?\d+\] )", "", redacted(str(error))).strip("'\")")
+        reason = re.sub(r".*(\[Errno -?\d+\] )", "", masked(str(error))).strip("'\")")
         return Check("tracking", "FAIL", f"{shown}: {reason}", "start the server, or correct MLFLOW_TRACKING_URI")
     return Check("tracking", "OK", f"{shown} accepts connections")
 

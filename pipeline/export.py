@@ -14,10 +14,11 @@ from ..errors import FormatError, InputError
 from ..eval.score import stratified_conversations
 from ..eval.settings import HOLDOUT_SPLIT
 from ..eval.target_pass_cache import replay_samples
+from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.champion_alias import judged_figures
-from ..registry.connect import Tracking, redacted
+from ..registry.connect import Tracking
 from ..registry.lineage import Version
 from ..registry.versions import champion, resolve_models_uri
 from ..specdec.formats import (
@@ -119,7 +120,7 @@ def show_serving(space: Workspace, scored: Scored) -> None:
         say(f"{now.reference} is the champion: {find_plan(folder).plan}")
         show_command(serve_command(NATIVE, now.lineage.family, find_plan(folder).plan, str(folder), target))
         layout = {"sglang": "sglang", "llama.cpp": "gguf"}.get(engine, "FORMAT")
-        options = f"--target {target.model} --tracking-uri {redacted(space.tracking.uri)} --format {layout}"
+        options = f"--target {target.model} --tracking-uri {masked(space.tracking.uri)} --format {layout}"
         say(f"for another engine or machine: draftforge fetch OUT {options}")
         return
     # 2) What is best without one.

@@ -34,10 +34,11 @@ from ..eval.acceptance import Estimate
 from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptance, compare, expected_acceptance, parse
 from ..eval.leaderboard import serving
 from ..eval.summary import describe_mismatch
+from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.champion_alias import DECISION_TAG, RECORD_TAG, SPEEDUP_TAG, history
-from ..registry.connect import Tracking, mlflow_errors, redacted
+from ..registry.connect import Tracking, mlflow_errors
 from ..registry.lineage import Version, as_version
 from ..registry.versions import CHAMPION, aliases, model_name
 from .cli_options import MetricsOptions
@@ -211,12 +212,12 @@ class ChampionCollector(Collector):
         """Say an error, without secrets, unless it is the one that was said last."""
         if str(error) != self._complained:
             self._complained = str(error)
-            say(f"metrics: {redacted(str(error))}")
+            say(f"metrics: {masked(str(error))}")
 
 
 def read_counters(sources: list[str]) -> Counters:
     """Counters of all replicas, summed. Raises ServedError, MissingFileError or InputError, naming the source."""
-    first, *others = [parse(_source_text(source), redacted(source)) for source in sources]
+    first, *others = [parse(_source_text(source), masked(source)) for source in sources]
     for other in others:
         first = first.plus(other)
     return first
@@ -239,9 +240,9 @@ def _source_text(source: str) -> str:
     try:
         answer = requests.get(address, timeout=_SCRAPE_SECONDS)
     except requests.RequestException as error:
-        raise ServedError(f"--served {redacted(source)}: does not answer ({type(error).__name__})") from None
+        raise ServedError(f"--served {masked(source)}: does not answer ({type(error).__name__})") from None
     if not answer.ok:
-        raise ServedError(f"--served {redacted(source)}: answers {answer.status_code} {answer.reason}")
+        raise ServedError(f"--served {masked(source)}: answers {answer.status_code} {answer.reason}")
     return answer.text
 
 

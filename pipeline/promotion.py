@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pyarrow as pa
+from sqlalchemy.engine import make_url
 
 from .. import fingerprint, storage
 from ..data.store import Capture
@@ -24,12 +25,13 @@ from ..eval import counts
 from ..eval.leaderboard import Row
 from ..eval.settings import HOLDOUT_SPLIT
 from ..eval.table import interval
+from ..masking import masked
 from ..progress import say
 from ..recipe import PromotionSettings, Recipe
 from ..registry import champion_alias
 from ..registry.artifacts import pickles, run_files
 from ..registry.champion_alias import ALREADY, history, last_decision, promote
-from ..registry.connect import Tracking, mlflow_errors, redacted
+from ..registry.connect import Tracking, mlflow_errors
 from ..registry.gate import Decision, decide
 from ..registry.lineage import Lineage, Version, ancestors, git_commit
 from ..registry.versions import champion, register_version, resolve_models_uri
@@ -272,17 +274,18 @@ def follow_champion(space: Workspace) -> None:
     # 2) Run it, and keep its output beside the version, without secrets.
     say(f"{current.reference}: running {settings.command[0]} after the {_NOUN[event]}")
     result = run_command(settings, command_environment(space, event, current, move))
-    output = redacted(result.output.replace(space.tracking.uri, redacted(space.tracking.uri)))
+    password = make_url(space.tracking.uri).password
+    secrets = os.environ | ({"STORE_PASSWORD": password} if password else {})
+    output, problem = masked(result.output, secrets), masked(result.problem, secrets)
     path = f"hooks/{current.name}-v{current.number}-{datetime.now(UTC):%Y%m%dT%H%M%S.%f}.txt"
     with mlflow_errors(space.tracking.uri):
         client.log_text(current.run_id, output, path)
-        client.set_model_version_tag(current.name, str(current.number), HOOK_TAG, label + (result.problem or _DONE))
+        client.set_model_version_tag(current.name, str(current.number), HOOK_TAG, label + (problem or _DONE))
     # 3) A failure undoes nothing.
-    if result.problem:
+    if problem:
         last = next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "it said nothing")
         raise HookError(
-            f"promotion.command {settings.command[0]}: {result.problem}: {last[:300]} "
-            f"({current.reference} stays champion)"
+            f"promotion.command {settings.command[0]}: {problem}: {last[:300]} ({current.reference} stays champion)"
         )
 
 

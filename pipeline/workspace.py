@@ -216,7 +216,16 @@ class Workspace:
         elif self.root.is_dir() and any(not path.name.startswith(".") for path in self.root.iterdir()):
             raise OwnershipError(f"workdir {self.root}: is not empty and was not made by draftforge")
         elif not self._read_only:
+            # It is closed while it is still empty.
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._restrict()
             storage.write_json(owner, {"recipe": self.recipe.name})
+
+    def _restrict(self) -> None:
+        """Let nobody but those of `workdir_access` into the folder; says what stays as it is."""
+        left = storage.restrict(self.root, self.recipe.workdir_access)
+        if left:
+            say(f"{left[0]}: its mode cannot be changed ({len(left)} such); workdir_access = umask leaves modes alone")
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -232,7 +241,12 @@ class Workspace:
             for place in HALF_WRITTEN:
                 for path in self.root.glob(place):
                     storage.clear_leftover(path)
-            yield
+            # Libraries write files with modes of their own, and so did a run that was killed.
+            self._restrict()
+            try:
+                yield
+            finally:
+                self._restrict()
 
     @property
     def first_rank(self) -> bool:

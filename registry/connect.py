@@ -26,6 +26,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from .. import storage
 from ..errors import DiskFullError, DraftforgeError, InputError, RegistryError, TrackingError, one_line
 from ..fingerprint import of_bytes, short
+from ..masking import masked
 
 DATABASE_NAME = "mlflow.db"
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
@@ -48,11 +49,6 @@ class RegistrySettings(BaseModel):
     """Seconds in which a server must answer at the start, or the run is refused."""
 
 
-def redacted(text: str) -> str:
-    """Redacted text: user names and passwords in URLs, and password or token parameters, become `***`."""
-    return re.sub(r"\b(password|passwd|token)=[^&\s]+", r"\1=***", re.sub(r"//[^/\s]*@", "//***@", text))
-
-
 @dataclass(frozen=True)
 class Tracking:
     """An MLflow store that answered, and the experiment in it."""
@@ -65,7 +61,7 @@ class Tracking:
     """Locks that keep two processes of this host apart: beside a SQLite file, in the user's cache for a server."""
 
     def __repr__(self) -> str:
-        return f"Tracking({redacted(self.uri)})"
+        return f"Tracking({masked(self.uri)})"
 
 
 def open_tracking(settings: RegistrySettings, home: Path) -> Tracking:
@@ -88,7 +84,7 @@ def resolve_uri(settings: RegistrySettings, home: Path) -> str:
         return _sqlite_uri(home / DATABASE_NAME)
     if urllib.parse.urlsplit(uri).scheme in ("", "file"):
         raise TrackingError(
-            f"registry.tracking_uri: {redacted(uri)}: must be a server (http…) or a database (sqlite:///FILE)"
+            f"registry.tracking_uri: {masked(uri)}: must be a server (http…) or a database (sqlite:///FILE)"
         )
     database = _sqlite_file(uri)
     return uri if database is None else _sqlite_uri(database)
@@ -104,11 +100,11 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
         if isinstance(error, DraftforgeError):
             raise
         # The order matters: a full disk and a missing object have errors of their own, whichever library reports them.
-        where = redacted(tracking_uri)
+        where = masked(tracking_uri)
         if storage.is_disk_full(error):
             raise DiskFullError(f"{where}: no space left for runs or artifacts") from error
         if isinstance(error, MlflowException) and error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            raise RegistryError(f"{where}: {one_line(error, clean=redacted)}") from error
+            raise RegistryError(f"{where}: {one_line(error, clean=masked)}") from error
         # Local file errors pass through as they are. Everything else means that the store failed.
         if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
             raise
@@ -155,9 +151,9 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
         raise
     except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
         if storage.is_disk_full(error):
-            raise DiskFullError(f"{redacted(uri)}: no space left for runs or artifacts") from error
+            raise DiskFullError(f"{masked(uri)}: no space left for runs or artifacts") from error
         raise TrackingError(
-            f"{redacted(uri)}: MLflow cannot be reached ({_reason(error, uri)}); "
+            f"{masked(uri)}: MLflow cannot be reached ({_reason(error, uri)}); "
             "check registry.tracking_uri or MLFLOW_TRACKING_URI"
         ) from error
 
@@ -217,7 +213,7 @@ def _lock_folder(uri: str, database: Path | None) -> Path:
     # serves.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     spare = Path(tempfile.gettempdir()) / f"draftforge-{os.getuid()}"
-    name = short(of_bytes(redacted(uri).encode()))
+    name = short(of_bytes(masked(uri, {}).encode()))
     candidates = [database.parent] if database else [cache / "draftforge" / "locks" / name, spare / "locks" / name]
     # A home may be read-only (containers): then the temporary folder.
     for folder in candidates:
@@ -235,7 +231,7 @@ def _sqlite_file(uri: str) -> Path | None:
         return None
     database = make_url(uri).database
     if not database or database == ":memory:":
-        raise TrackingError(f"registry.tracking_uri: {uri}: must name a file, for example sqlite:///mlflow.db")
+        raise TrackingError(f"registry.tracking_uri: {masked(uri)}: must name a file, for example sqlite:///mlflow.db")
     return Path(database).absolute()
 
 
@@ -257,9 +253,9 @@ def _in_one_line(error: BaseException, uri: str) -> str:
     # Which SQLAlchemy error is this, and is its text all that the message says?
     cause = error if isinstance(error, DBAPIError) else error.__cause__
     if not isinstance(cause, DBAPIError) or cause.orig is None or not str(error).startswith(str(cause)):
-        return one_line(error, clean=redacted)
+        return one_line(error, clean=masked)
     # Keep the database's words only, with advice for the one failure that users can mend.
-    words = one_line(cause.orig, clean=redacted)
+    words = one_line(cause.orig, clean=masked)
     database = _sqlite_file(uri)
     if database is not None and "readonly" in words:
         words += f"; {database} is read-only here: make it and its folder writable, or name another store"

@@ -12,8 +12,9 @@ from typing import Any
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
 from ..errors import MissingFileError, RegistryError, TrackingError
+from ..masking import masked, masked_value
 from ..progress import say
-from .connect import Tracking, mlflow_errors, quick_requests, redacted
+from .connect import Tracking, mlflow_errors, quick_requests
 
 FINGERPRINT_TAG = "draftforge.fingerprint"
 FAILURE_TAG = "draftforge.failure"
@@ -87,9 +88,12 @@ class TrackedRun:
         return self._sinks[-1]
 
     def log_params(self, values: Mapping[str, Any]) -> None:
-        """Log nested settings, flat. MLflow keeps a first value for good; a new one becomes a tag `changed.KEY`."""
+        """Log nested settings, flat, secrets masked.
+
+        MLflow keeps a first value for good; a new one becomes a tag `changed.KEY`.
+        """
         # Only new parameters are sent: MLflow refuses a batch that changes a known one.
-        wanted = {key: _shorten(value) for key, value in flatten(values).items()}
+        wanted = {key: _shorten(value) for key, value in flatten(masked_value(values)).items()}
         with mlflow_errors(self._tracking.uri):
             known: dict[str, str] = self._client.get_run(self.id).data.params
             fresh = [Param(key, value) for key, value in wanted.items() if key not in known]
@@ -120,13 +124,15 @@ class TrackedRun:
             self._client.log_artifact(self.id, str(path), to)
 
     def log_json(self, value: Any, name: str) -> None:
-        """Upload a value as a JSON artifact."""
+        """Upload a value as a JSON artifact, secrets masked."""
         with mlflow_errors(self._tracking.uri):
-            self._client.log_text(self.id, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False), name)
+            self._client.log_text(
+                self.id, json.dumps(masked_value(value), indent=2, ensure_ascii=False, allow_nan=False), name
+            )
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        """Set tags on the run."""
-        items = [RunTag(_clean(key), _shorten(value)) for key, value in tags.items()]
+        """Set tags on the run, secrets masked."""
+        items = [RunTag(_clean(key), _shorten(masked(value))) for key, value in tags.items()]
         with mlflow_errors(self._tracking.uri):
             for start in range(0, len(items), _MAX_BATCH):
                 self._client.log_batch(self.id, tags=items[start : start + _MAX_BATCH])
@@ -191,7 +197,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, str]:
     elif isinstance(value, list | tuple) and value:
         items = list(enumerate(value))
     else:
-        return {_clean(prefix): redacted(str(value))}
+        return {_clean(prefix): str(value)}
     # Recurse with the path so far as the prefix.
     flat: dict[str, str] = {}
     for key, inner in items:
@@ -203,7 +209,7 @@ def _record_failure(run: TrackedRun, tracking: Tracking, error: BaseException) -
     """Tag the run with why it ended. The error itself matters more than a store that does not answer."""
     # Each call may fail by itself: the next is tried all the same, and no error of the store hides the run's own.
     status = "FAILED" if isinstance(error, Exception) else "KILLED"
-    reason = redacted(f"{type(error).__name__}: {error}")
+    reason = f"{type(error).__name__}: {error}"
     for sink in run._sinks:
         with suppress(Exception), quick_requests(timeout_seconds=5):
             sink.flush()

@@ -22,10 +22,11 @@ from mlflow.utils.uri import append_to_uri_path
 from .. import storage
 from ..errors import FormatError, InputError, OwnershipError, RegistryError
 from ..fingerprint import of_bytes, of_file, of_json, short
+from ..masking import masked
 from ..progress import say
 from ..specdec.requests import TargetSettings
 from .artifacts import difference, download, download_verified, file_digests, stored_files
-from .connect import Tracking, mlflow_errors, redacted
+from .connect import Tracking, mlflow_errors
 from .lineage import (
     CLUSTERS_NAME,
     CONTENT_TAG,
@@ -320,7 +321,7 @@ def resolve_models_uri(tracking: Tracking, uri: str, folder: Path, afresh: bool 
         record = tracking.client.get_model_version(name, number)
         source = tracking.client.get_model_version_download_uri(name, number)
     # 2) A copy that is here is used, if it is sound.
-    identity = short(of_json([redacted(tracking.uri), source, record.creation_timestamp]))
+    identity = short(of_json([masked(tracking.uri, {}), source, record.creation_timestamp]))
     local = storage.inside(folder, f"{name}-{number}-{identity}")
     lineage = as_version(record).lineage if LINEAGE_TAG in (record.tags or {}) else None
     digests = None if lineage is None else lineage.files

@@ -1,6 +1,8 @@
 """Sizes as people read them, the error of a disk that is too small, and folders that a kill leaves whole."""
 
+import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from draftforge.errors import DiskFullError
-from draftforge.storage import clear_leftover, new_folder, require_free_space, size_text
+from draftforge.storage import Access, clear_leftover, new_folder, require_free_space, restrict, size_text
 
 
 @pytest.mark.parametrize(
@@ -64,3 +66,27 @@ def test_a_folder_that_is_being_replaced_survives_a_kill(tmp_path: Path, renames
         raise InterruptedError
     assert [[one.name for one in place.iterdir()] for place in (path, copy)] == [["old" if renames == 1 else "new"]] * 2
     assert [one.name for one in tmp_path.iterdir()] == ["draft"]
+
+
+@pytest.mark.parametrize(
+    ("access", "folder_mode", "file_mode"), [("owner", 0o700, 0o600), ("group", 0o770, 0o660), ("umask", 0o755, 0o644)]
+)
+def test_a_folder_is_for_those_who_have_access(
+    tmp_path: Path, access: Access, folder_mode: int, file_mode: int
+) -> None:
+    root, outside = tmp_path / "work", tmp_path / "outside.txt"
+    (root / "mix" / ".inner").mkdir(parents=True)
+    files = [root / "a.json", root / "mix" / ".inner" / "b", outside]
+    for path in files:
+        path.write_text("x")
+        path.chmod(0o644)
+    for folder in (root, root / "mix", root / "mix" / ".inner"):
+        folder.chmod(0o755)
+    (root / "link").symlink_to(outside)
+    assert restrict(root, access) == []
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (root, root / "mix", root / "mix/.inner")} == {
+        folder_mode
+    }
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files[:2]} == {file_mode}
+    assert stat.S_IMODE(outside.stat().st_mode) == 0o644  # what a link leads to is not of this folder
+    assert os.access(root, os.R_OK)

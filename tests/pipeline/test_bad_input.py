@@ -457,7 +457,8 @@ def test_a_loss_that_is_not_finite_ends_with_3(trained: Trained, fails: Fails) -
 def test_passwords_are_not_shown(
     write_recipe: Callable[..., Path], tmp_path: Path, fails: Fails, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = write_recipe(registry={"tracking_uri": "http://me:s3cr@et@127.0.0.1:9"})
+    store, command = "http://me:s3cr@et@127.0.0.1:9", ["/bin/true", "--api-key", "s3cr-et@"]
+    recipe = write_recipe(registry={"tracking_uri": store}, promotion={"command": command})
     assert "http://***@127.0.0.1:9: MLflow cannot be reached" in fails(3, "distill", recipe)
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["owner.json"]
     assert code_of("recipe", "show", recipe) == 0

@@ -123,8 +123,12 @@ def test_the_command_is_told_what_happened(opened: Open, tmp_path: Path, log: Pa
     assert tag(space, back).startswith("rollback") and "done" in tag(space, back)
 
 
-def test_a_failure_undoes_nothing_and_is_caught_up(opened: Open, tmp_path: Path, log: Path) -> None:
-    failing = [sys.executable, "-c", "print('no //user:secret@host today'); raise SystemExit(3)"]
+def test_a_failure_undoes_nothing_and_is_caught_up(
+    opened: Open, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEPLOY_TOKEN", "very-secret-word")
+    words = "print(os.environ['DEPLOY_TOKEN']); print('no //user:secret@host today')"
+    failing = [sys.executable, "-c", f"import os; {words}; raise SystemExit(3)"]
     space = opened(failing)
     one = crowned(space, tmp_path, "one")
     with pytest.raises(HookError, match=rf"exit code 3: no //\*\*\*@host today \({one.reference} stays champion\)"):

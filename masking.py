@@ -1,0 +1,73 @@
+"""Masking of secrets in what is shown or kept: errors, reports, recipes, MLflow, and what an operator's command prints.
+
+A name that says secret (`password`, `api_key`, `--token`), an address with a password, a key of known form, and the
+values of secret variables of this process's environment: each value becomes `***`. It is no redaction of people's text
+(`data/redact.py` is): it knows what commands, addresses and settings hold.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "***"
+_SHORTEST_VARIABLE = 8  # shorter values of the environment are words that stand anywhere
+# `eos_token` and its like are ids of a tokenizer.
+_NAME = (
+    r"(?![\w-]*?(?:bos|eos|pad|unk|mask|stop)[_-]token\b)(?:\w{1,40}?[_-])?(?:pass(?:word|wd|phrase)|pwd|secret|token"
+    r"|(?:api|access|private|secret|account)[_-]?key|credentials?|signature|sig)(?![\w-])"
+)
+_STARTS = r"(?<![\w-])"
+_VALUE = r"[^\s&\"',;)}\]]+"
+_SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
+_RULES = [
+    # User and password of an address; a password may hold a slash.
+    (r"//(?:[^\s/@]{0,256}|[^\s/@:]{0,128}:[^\s@\"']{0,256})@", f"//{MASK}@"),
+    (r"\b(authorization\"?\s{0,8}[:=]\s{0,8}\"?(?:(?:bearer|basic|token)\s+)?)[^\s\"',]+", rf"\1{MASK}"),
+    (r"\b((?:bearer|basic)\s+)(?=[^\s\"']{0,256}[\d=])[\w+/=.~-]{8,}", rf"\1{MASK}"),
+    # name=value, --name value, "name": "value"; and name: value where the value has a digit, as errors begin so.
+    (rf"({_STARTS}-{{0,2}}{_NAME}[\"']?\s{{0,8}}=\s{{0,8}}[\"']?){_VALUE}", rf"\1{MASK}"),
+    (rf"({_STARTS}-{{1,2}}{_NAME}\s{{1,8}}){_VALUE}", rf"\1{MASK}"),
+    (rf"({_STARTS}{_NAME}[\"']\s{{0,8}}:\s{{0,8}}[\"']){_VALUE}", rf"\1{MASK}"),
+    (rf"(?<![.\w-])({_NAME}\s{{0,8}}:\s{{1,8}})(?=\S{{0,256}}\d){_VALUE}", rf"\1{MASK}"),
+    # Keys that their form gives away.
+    (
+        r"(?<![\w-])(?:(?:sk|rk)[-_](?=[\w-]{0,256}\d)[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}"
+        r"|glpat-[\w-]{16,}|hf_\w{16,}|xox[abeoprs]-[\w-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}"
+        r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)",
+        MASK,
+    ),
+]
+_PATTERNS = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in _RULES]
+
+
+def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Text with every secret in it as `***`: by its name, by its form, or as the value of a secret variable."""
+    # Values of the environment first, the longest first: one may hold another.
+    secrets = {value for name, value in environment.items() if _is_secret(name) and len(value) >= _SHORTEST_VARIABLE}
+    for value in sorted(secrets, key=len, reverse=True):
+        text = text.replace(value, MASK)
+    for pattern, instead in _PATTERNS:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def masked_value(value: Any) -> Any:
+    """JSON-able value with every text in it masked; so is what a secret key names, and what follows a secret flag."""
+    if isinstance(value, Mapping):
+        return {
+            key: MASK if isinstance(inner, str) and inner and _is_secret(key) else masked_value(inner)
+            for key, inner in value.items()
+        }
+    if isinstance(value, list | tuple):
+        # `--password hunter2` is two elements of a command.
+        flags = [isinstance(one, str) and one[:1] == "-" and _is_secret(one.lstrip("-")) for one in value]
+        return [
+            MASK if after and isinstance(one, str) else masked_value(one) for one, after in zip(value, [False, *flags])
+        ]
+    return masked(value) if isinstance(value, str) else value
+
+
+def _is_secret(name: object) -> bool:
+    """Whether a name of a setting, a flag or a variable says that its value is secret."""
+    return _SECRET_NAME.fullmatch(str(name)) is not None

@@ -1,0 +1,73 @@
+"""Secrets are masked by name, by form, in addresses and as values of the environment; other text stays."""
+
+from pathlib import Path
+
+import pytest
+from forked import run
+from limited import under_limits
+
+from draftforge.masking import masked, masked_value
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("see http://u:p@h:1/x and mysql://r:s@t/d", "see http://***@h:1/x and mysql://***@t/d"),
+        ("postgresql://user:pa/ss@host/db", "postgresql://***@host/db"),
+        ("https://host/x?sig=abc%20&y=1", "https://host/x?sig=***&y=1"),
+        ("AWS_SECRET_ACCESS_KEY=abc next", "AWS_SECRET_ACCESS_KEY=*** next"),
+        ('{"api_key": "abc", "n": 1}', '{"api_key": "***", "n": 1}'),
+        ("curl --auth-token abc -d x", "curl --auth-token *** -d x"),
+        ("--password=abc", "--password=***"),
+        ("Authorization: Bearer abcdef123", "Authorization: Bearer ***"),
+        ("password: hunter2", "password: ***"),
+        ("got hf_abcdefghij0123456789 there", "got *** there"),
+    ],
+)
+def test_secrets_are_masked(text: str, shown: str) -> None:
+    assert masked(text, {}) == shown
+    assert masked(shown, {}) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "eos_token=5 pad_token=<pad> max_new_tokens=8",
+        "DRAFTFORGE_WEBHOOK_SECRET: is not set; it must hold the secret",
+        "registry.password: unknown key; the nearest known one is registry.model",
+        "the prompt has token 128 ('x'), the embeddings have 64 rows",
+        "basic functionality of bearer tokens",
+    ],
+)
+def test_what_errors_say_stays(text: str) -> None:
+    assert masked(text, {}) == text
+
+
+def test_values_of_secret_variables_are_masked() -> None:
+    variables = {"DB_PASSWORD": "correct horse", "HOME_TOWN": "correct horses", "API_KEY": "short"}
+    assert masked("it is correct horse; short", variables) == "it is ***; short"
+
+
+def test_values_are_masked_by_their_keys_and_flags() -> None:
+    value = {
+        "command": ["/bin/x", "--password", "p", "--out", "f", "TOKEN=z"],
+        "api_key": "v",
+        "api_key_env": "NAME",
+        "deep": [{"secret": "s", "n": 3, "none": None}],
+    }
+    assert masked_value(value) == {
+        "command": ["/bin/x", "--password", "***", "--out", "f", "TOKEN=***"],
+        "api_key": "***",
+        "api_key_env": "NAME",
+        "deep": [{"secret": "***", "n": 3, "none": None}],
+    }
+
+
+def test_a_megabyte_of_any_text_is_masked_in_linear_time(tmp_path: Path) -> None:
+    ended = run(under_limits, [256, 30, __file__, "_mask_long_texts"], tmp_path / "log")
+    assert ended.code == 0, ended.said  # a quadratic pattern would take many minutes of the CPU
+
+
+def _mask_long_texts() -> None:
+    for piece in ("//a:", "--token ", "a_", "bearer ", "sk-", "eyJaaaaaaaa.", "password"):
+        masked(piece * (1_000_000 // len(piece)), {})
