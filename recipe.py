@@ -23,6 +23,7 @@ from .eval.settings import ScoreSettings
 from .masking import masked_value
 from .registry.connect import RegistrySettings
 from .registry.gate import GateSettings
+from .specdec.engine_features import ENGINES
 from .specdec.proposers.training_free import TRAINING_FREE
 from .specdec.requests import TargetSettings
 from .storage import Access
@@ -144,6 +145,17 @@ class Recipe(BaseModel):
         if isinstance(raw, dict) and isinstance(raw.get("name"), str) and raw.get("workdir") is None:
             return {**raw, "workdir": f"runs/{raw['name']}"}
         return raw
+
+    @model_validator(mode="before")
+    @classmethod
+    def _served_by_the_loads_engine(cls, raw: Any) -> Any:
+        """Let drafts that name no `serving_engines` be for the engine of `score.load`, where that is one of others."""
+        try:
+            engine, drafts = raw["score"]["load"]["engine"], dict(raw["drafts"])
+            heads = [name for name, draft in drafts.items() if draft["family"] == "eagle3" and engine in ENGINES]
+        except (KeyError, TypeError, ValueError):
+            return raw
+        return {**raw, "drafts": drafts | {name: {"serving_engines": [engine], **drafts[name]} for name in heads}}
 
     @field_validator("drafts")
     @classmethod

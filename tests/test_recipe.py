@@ -210,6 +210,19 @@ def test_a_small_recipe_gets_every_default(tmp_path: Path) -> None:
     assert loaded.retrain.steps == 5 and loaded.retrain.warm_start
 
 
+def test_heads_are_for_the_engine_of_the_load(tmp_path: Path) -> None:
+    load = "score.load={context_tokens: 64, answer_tokens: 8, engine: ENGINE}"
+
+    def engines(*overrides: str) -> Any:
+        return getattr(recipe.load_recipe(write(tmp_path), overrides).drafts["eagle"], "serving_engines", "none")
+
+    assert engines() is None and engines(load.replace("ENGINE", "draftforge")) is None
+    assert engines(load.replace("ENGINE", "sglang")) == ["sglang"]
+    assert engines(load.replace("ENGINE", "sglang"), "drafts.eagle.serving_engines=[vllm]") == ["vllm"]
+    with pytest.raises(RecipeError, match="norm_before_residual True: SGLang, of serving_engines, does not compute it"):
+        engines(load.replace("ENGINE", "sglang"), "drafts.eagle.norm_before_residual=true")
+
+
 def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
     loaded = recipe.load_recipe(write(tmp_path))
     other = tmp_path / "other"
@@ -226,7 +239,7 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
         ("gate.min_conversations=5", "gate.min_conversations: is gate.min_clusters now: clusters of near-duplicates"),
         ("score.bootstrap_samples=9", "score.bootstrap_samples: is gone: intervals are computed, not resampled"),
         ("drafts.small.lyers=1", "drafts.small.lyers: unknown key; the nearest known one is drafts.small.layers"),
-        ("drafts.eagle.lyers=1", "drafts.eagle.lyers: unknown key; the nearest known one is drafts.eagle.aux_layers"),
+        ("drafts.eagle.lyers=1", "drafts.eagle.lyers: unknown key; the nearest known one is drafts.eagle.layers"),
         (
             "drafts.small.family=tiny",
             "drafts.small: family must be one of 'small', 'medusa', 'eagle', 'eagle3', 'dflash'",

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from .. import fingerprint
 from ..eval.acceptance import FEWEST_CLUSTERS
+from ..specdec.engine_features import ENGINES, FLAGS, NAMES, ServingEngine, best_flags, honours
 from .losses import schedule
 from .losses.objectives import FULL
 from .losses.schedule import A_TENTH_KL, KL, Objective, Phase, Schedule, Section, StepWeights
@@ -261,13 +262,31 @@ class Eagle3Settings(FeatureSettings):
     family: Literal["eagle3"] = "eagle3"
     draft_vocabulary: int | None = Field(default=None, ge=1)
     """Draft only so many tokens, the most frequent of the supervised ones; absent: the whole vocabulary."""
-    aux_layers: tuple[int, int, int] | None = None
+    aux_layers: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Target layers that are read, as indexes into hidden_states; absent: 2, N // 2, N - 3."""
+    layers: int | None = Field(default=None, ge=1)
+    """Number of decoder layers; absent: that of the draft in init_from, 1 in a fresh draft."""
+    body: Literal["llama", "qwen3"] | None = None
+    """Kind of the decoder layers: qwen3 norms the queries and keys of each head; absent: as the draft in init_from has
+    it, llama in a fresh draft."""
     intermediate_size: int | None = Field(default=None, ge=1)
-    """Width of the MLP; absent: the target's."""
+    """Width of the MLPs; absent: the target's."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Attention sees only so many tokens, its own included, in every layer; absent: as the draft in init_from has it,
+    all of them in a fresh draft."""
+    serving_engines: list[ServingEngine] | None = Field(default=None, min_length=1)
+    """Engines that are to serve the draft: a fresh one gets all of the next four norms that each of them computes (of
+    the first two, one), and settings that one of them does not compute are refused. Absent: the engine of score.load,
+    else all three get the norms that they share."""
     fc_norm: bool | None = None
     """A norm over the features of each read layer before they are mixed (EAGLE-3.1); absent: as the draft in
-    init_from has it, none in a fresh draft."""
+    init_from has it, in a fresh draft as serving_engines allow. So are the next three."""
+    norm_before_fc: bool | None = None
+    """One norm over the features of all read layers before they are mixed; not beside fc_norm."""
+    norm_output: bool | None = None
+    """The next drafting step reads the draft's normed state, not the un-normed one (EAGLE-3.1)."""
+    norm_before_residual: bool | None = None
+    """The first layer's output is added to the normed state, not to the un-normed one."""
     train_embeddings: bool = False
     """Give the draft its own embeddings and train them; off: it shares the target's, frozen."""
     train_head: bool = True
@@ -275,11 +294,49 @@ class Eagle3Settings(FeatureSettings):
 
     @model_validator(mode="after")
     def _ordered_layers(self) -> "Eagle3Settings":
-        if self.aux_layers is not None and list(self.aux_layers) != sorted(set(self.aux_layers)):
-            raise ValueError(f"aux_layers {list(self.aux_layers)}: must be three different layers in ascending order")
-        if self.aux_layers is not None and self.aux_layers[0] < 1:
-            raise ValueError(f"aux_layers {list(self.aux_layers)}: must be at least 1, the first layer's output")
+        layers = list(self.aux_layers or [1])
+        if layers != sorted(set(layers)) or layers[0] < 1:
+            raise ValueError(f"aux_layers {layers}: must be different layers in ascending order, from 1 on")
         return self
+
+    @model_validator(mode="after")
+    def _served_as_trained(self) -> "Eagle3Settings":
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("norm_before_fc true: must be false where fc_norm is true")
+        named: dict[str, Any] = {flag: getattr(self, flag) or None for flag in FLAGS} | {
+            "layers": None if self.layers == 1 else self.layers,
+            "body": None if self.body == "llama" else self.body,
+            "sliding_window": self.sliding_window,
+            "aux_layers": None if len(self.aux_layers or (1, 2, 3)) == 3 else list(self.aux_layers or ()),
+        }
+        for engine in self.serving_engines or ():
+            for name, value in named.items():
+                if value is not None and not honours(engine, name):
+                    raise ValueError(f"{name} {value}: {NAMES[engine]}, of serving_engines, does not compute it")
+        return self
+
+    def flags(self) -> dict[str, bool]:
+        """Norms of a fresh draft: as they are set, else all that the engines compute."""
+        # Of the two norms before fc one at most: one that is set goes before one that is not.
+        best = best_flags(self.serving_engines or ENGINES)
+        if self.fc_norm is False:
+            best["norm_before_fc"] = all(
+                honours(engine, "norm_before_fc") for engine in self.serving_engines or ENGINES
+            )
+        if self.fc_norm or self.norm_before_fc:
+            best |= {"fc_norm": False, "norm_before_fc": False}
+        return best | {flag: value for flag in FLAGS if (value := getattr(self, flag)) is not None}
+
+    def identity(self) -> dict[str, Any]:
+        """Identity: the norms of a fresh draft in place of the engines that they follow from; what a warm start leaves
+        to its draft is left out, so that drafts whose records lack these fields are found."""
+        values = super().identity()
+        left_out = [name for name in _SINCE_31 if values[name] is None]
+        values = {name: value for name, value in values.items() if name not in ("serving_engines", *left_out)}
+        return values if self.init_from is not None else values | self.flags()
+
+
+_SINCE_31 = ("layers", "body", "sliding_window", "norm_before_fc", "norm_output", "norm_before_residual")
 
 
 class EagleSettings(FeatureSettings):

@@ -24,7 +24,7 @@ from ..kernels.attention import attend, attention
 from ..kernels.document_mask import QueryMask
 from ..kv_cache import CacheStep
 from .base import DraftModule
-from .layers import Attention, DecoderLayer, LayerConfig, RMSNorm, Waves, ids_of, vocabulary_maps
+from .layers import Attention, DecoderLayer, LayerConfig, NormedAttention, RMSNorm, Waves, ids_of, vocabulary_maps
 
 _TOGETHER = 1024
 """Block tokens of a row that are run at once where there are many blocks: attention's mask grows with its square."""
@@ -66,30 +66,11 @@ class DFlashConfig(LayerConfig):
         return self.draft_vocab_size < self.vocab_size
 
 
-class NormedAttention(Attention):
-    """Attention with QK-norm, as in Qwen 3: RMSNorm of each head's queries and keys before the rotary embedding."""
-
-    def __init__(self, config: LayerConfig, layer: int) -> None:
-        super().__init__(config, config.hidden_size)
-        self.layer_idx = layer
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def _queries(self, z_BNZ: Tensor) -> Tensor:
-        normed: Tensor = self.q_norm(super()._queries(z_BNZ))
-        return normed
-
-    def _keys(self, z_BNZ: Tensor) -> Tensor:
-        normed: Tensor = self.k_norm(super()._keys(z_BNZ))
-        return normed
-
-
 class BlockLayer(DecoderLayer):
     """One decoder layer: pre-norm attention and MLP."""
 
     def __init__(self, config: LayerConfig, layer: int) -> None:
-        super().__init__(config, config.hidden_size)
-        self.self_attn = NormedAttention(config, layer)
+        super().__init__(config, NormedAttention(config, config.hidden_size, layer))
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 

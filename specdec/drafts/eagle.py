@@ -7,13 +7,13 @@ The target's head turns states into logits: this one has none, and no final norm
 checkpoint layout that vLLM reads.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.document_mask import QueryMask
-from .layers import DecoderLayer, FeatureDraft, LayerConfig
+from .layers import Attention, DecoderLayer, FeatureDraft, LayerConfig
 
 
 class EagleConfig(LayerConfig):
@@ -29,7 +29,7 @@ class EagleDraft(FeatureDraft):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList([DecoderLayer(config, width=config.hidden_size)])
+        self.layers = nn.ModuleList([DecoderLayer(config, Attention(config, config.hidden_size))])
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
 
     @property
@@ -45,8 +45,8 @@ class EagleDraft(FeatureDraft):
         return {"hidden_size": self.config.hidden_size}
 
     @property
-    def layer(self) -> DecoderLayer:
-        return self.layers[0]  # type: ignore[return-value]
+    def blocks(self) -> Sequence[DecoderLayer]:
+        return list(self.layers)  # type: ignore[arg-type]
 
     def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         """fc(embedding, state) [B, N, H], as residual and as attention input: no norm stands before attention."""

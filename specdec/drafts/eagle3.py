@@ -1,19 +1,34 @@
-"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one decoder layer that drafts from the target's own features.
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840) and 3.1: few decoder layers, mostly one, on the target's own features.
 
-Shapes: B rows, T tokens, N new tokens, H hidden size, Ht target hidden size, A = 3 x Ht, Vd draft vocabulary.
+Shapes: B rows, T tokens, N new tokens, H hidden size, Ht target hidden size, A = captured layers x Ht, Vd draft
+vocabulary.
 
-The state of a true position is fc(features of three target layers); `layers.py` says how the head goes on from it.
-Parameters bear the names of the checkpoint layout that vLLM and SGLang read, but for `fc.norms` (there: `fc_norm`).
+The state of a true position is fc(features of captured target layers); `layers.py` says how the head goes on from it.
+EAGLE-3.1 and trainers of 2026 add norms around fc and the residual, each by a flag of the config.
+Parameters bear the names of the checkpoint layout that vLLM and SGLang read, but for `fc.norms` and `fc.input_norm`
+(there: `fc_norm`, `input_norm`) and `later_layers` (there: `layers`, counted from 1).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..kernels.document_mask import QueryMask
-from .layers import DecoderLayer, FeatureDraft, LayerConfig, RMSNorm, ids_of, vocabulary_maps
+from .layers import (
+    Attention,
+    DecoderLayer,
+    FeatureDraft,
+    LayerConfig,
+    NormedAttention,
+    RMSNorm,
+    ids_of,
+    vocabulary_maps,
+)
+
+Body = Literal["llama", "qwen3"]
 
 
 class Eagle3Config(LayerConfig):
@@ -21,45 +36,84 @@ class Eagle3Config(LayerConfig):
 
     target_hidden_size: int = Field(ge=1)
     draft_vocab_size: int = Field(ge=1)
-    aux_layers: tuple[int, int, int]
-    """Target layers, numbered as transformers' hidden_states (2 = output of layer 1)."""
+    aux_layers: tuple[int, ...]
+    """Target layers, numbered as transformers' hidden_states (2 = output of layer 1). Empty: the head has no fc and
+    reads the target's last state, after its final norm."""
+    num_hidden_layers: int = Field(default=1, ge=1)
+    body: Body = "llama"
+    """qwen3: attention norms the queries and keys of each head."""
+    attention_bias: bool = False
+    """Query, key, value and output layers have a bias."""
+    fc_bias: bool = False
+    """fc has a bias."""
     fc_norm: bool = False
     """EAGLE-3.1: the features of each captured layer pass a norm of their own before fc."""
+    norm_before_fc: bool = False
+    """One norm over the features of all captured layers together before fc."""
     norm_output: bool = False
     """EAGLE-3.1: the head's next step reads the normed output state, not the un-normed one."""
     norm_before_residual: bool = False
-    """The layer's output is added to the normed state, not to the un-normed one."""
+    """The first layer's output is added to the normed state, not to the un-normed one."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Tokens that attention sees, the query's own included; None: all of them."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers of the head, from 0, without the sliding window."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "Eagle3Config":
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size}: must not exceed vocab_size {self.vocab_size}")
+        if self.fc_norm and self.norm_before_fc:
+            raise ValueError("norm_before_fc true: must be false where fc_norm is true")
+
+        # Without fc the target's state is the head's own, and nothing stands around fc.
+        if not self.aux_layers and self.target_hidden_size != self.hidden_size:
+            size = self.target_hidden_size
+            raise ValueError(f"target_hidden_size {size}: must be hidden_size {self.hidden_size} without aux_layers")
+        if not self.aux_layers and (self.fc_norm or self.norm_before_fc or self.fc_bias):
+            raise ValueError("aux_layers []: has no fc, so fc_norm, norm_before_fc and fc_bias must be false")
         return self
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Sliding window of each layer; None: full attention."""
+        full = self.full_attention_layers
+        return [None if layer in full else self.sliding_window for layer in range(self.num_hidden_layers)]
 
 
 class Fusion(nn.Linear):
     """fc: linear fusion of the captured layers' features, side by side, to the head's hidden size."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        size = config.target_hidden_size
-        super().__init__(3 * size, config.hidden_size, bias=False)
-        norms = [RMSNorm(size, config.rms_norm_eps) for _ in config.aux_layers]
-        self.norms = nn.ModuleList(norms) if config.fc_norm else None
+        size, count, eps = config.target_hidden_size, len(config.aux_layers), config.rms_norm_eps
+        super().__init__(count * size, config.hidden_size, bias=config.fc_bias)
+        self.norms = nn.ModuleList(RMSNorm(size, eps) for _ in range(count)) if config.fc_norm else None
+        self.input_norm = RMSNorm(count * size, eps) if config.norm_before_fc else None
 
     def forward(self, aux_BNA: Tensor) -> Tensor:
         """[B, N, A] -> [B, N, H]."""
         if self.norms is not None:
             parts = aux_BNA.chunk(len(self.norms), dim=-1)
             aux_BNA = torch.cat([norm(part) for norm, part in zip(self.norms, parts)], dim=-1)
+        if self.input_norm is not None:
+            aux_BNA = self.input_norm(aux_BNA)
         return super().forward(aux_BNA)
 
 
-class Midlayer(DecoderLayer):
-    """The head's one decoder layer: attention reads the embedding and the state side by side, each normed."""
+class _Layer(DecoderLayer):
+    """A decoder layer of the head, number `layer`, whose attention reads vectors of `width`."""
+
+    def __init__(self, config: Eagle3Config, width: int, layer: int) -> None:
+        kind = NormedAttention if config.body == "qwen3" else Attention
+        super().__init__(config, kind(config, width, layer, config.attention_bias))
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Midlayer(_Layer):
+    """The head's first decoder layer: attention reads the embedding and the state side by side, each normed."""
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__(config, width=2 * config.hidden_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        super().__init__(config, 2 * config.hidden_size, 0)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
@@ -73,10 +127,12 @@ class Eagle3Draft(FeatureDraft):
     def __init__(self, config: Eagle3Config, draft_ids: Tensor | None = None, own_embeddings: bool = False) -> None:
         """`draft_ids` [Vd]: target ids of the draft vocabulary; None where it is the whole vocabulary."""
         super().__init__()
-        # Fusion of the captured features, one decoder layer, the final norm and a head of its own.
+        # Fusion of the captured features, the decoder layers, the final norm and a head of its own.
         self.config = config
-        self.fc = Fusion(config)
+        later = range(1, config.num_hidden_layers)
+        self.fc: Fusion = Fusion(config) if config.aux_layers else nn.Identity()  # type: ignore[assignment]
         self.midlayer = Midlayer(config)
+        self.later_layers = nn.ModuleList(_Layer(config, config.hidden_size, layer) for layer in later)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
@@ -110,8 +166,12 @@ class Eagle3Draft(FeatureDraft):
         return ids_of(self.d2t)
 
     @property
-    def layer(self) -> DecoderLayer:
-        return self.midlayer
+    def blocks(self) -> Sequence[_Layer]:
+        return [self.midlayer, *self.later_layers]
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        return self.config.windows
 
     def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
         """The residual, [B, N, H], and what attention reads, [B, N, 2H]."""
@@ -120,9 +180,12 @@ class Eagle3Draft(FeatureDraft):
         z_BNZ = torch.cat([self.midlayer.input_layernorm(embeds_BNH), normed_BNH], dim=-1)
         return normed_BNH if self.config.norm_before_residual else state_BNH, z_BNZ
 
-    def project_out(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
+    def project_on(self, number: int, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+        """A later layer reads the state before it, normed; its residual is un-normed."""
+        return state_BNH, self.blocks[number].input_layernorm(state_BNH)
+
+    def project_out(self, state_BNH: Tensor) -> Tensor:
         """The head's next state [B, N, H]: un-normed, unless `norm_output`."""
-        state_BNH = super().project_out(residual_BNH, attended_BNQD)
         return self.norm(state_BNH) if self.config.norm_output else state_BNH
 
     def normed(self, state: Tensor) -> Tensor:

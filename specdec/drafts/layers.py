@@ -229,18 +229,18 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Self-attention whose queries, keys and values read vectors of any width Z."""
 
-    layer_idx = 0  # its only layer in the draft's own cache
-
-    def __init__(self, config: LayerConfig, width: int) -> None:
+    def __init__(self, config: LayerConfig, width: int, layer: int = 0, bias: bool = False) -> None:
+        """`layer`: its number in the draft's own cache."""
         super().__init__()
+        self.layer_idx = layer
         # Grouped-query attention: Q query heads share G key-value heads; rope has no weights.
         heads, groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         self.heads, self.groups, self.head_dim = heads, groups, size
         self.rope = Rope(config.rope_theta, size, config.rope_scaling)
-        self.q_proj = nn.Linear(width, heads * size, bias=False)
-        self.k_proj = nn.Linear(width, groups * size, bias=False)
-        self.v_proj = nn.Linear(width, groups * size, bias=False)
-        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(width, heads * size, bias=bias)
+        self.k_proj = nn.Linear(width, groups * size, bias=bias)
+        self.v_proj = nn.Linear(width, groups * size, bias=bias)
+        self.o_proj = nn.Linear(heads * size, config.hidden_size, bias=bias)
 
     def query_and_key(self, z_BNZ: Tensor, waves: Waves) -> tuple[Tensor, Tensor]:
         """Rotated queries [B, Q, N, D] and keys [B, G, N, D] of the same tokens."""
@@ -268,6 +268,23 @@ class Attention(nn.Module):
         return x.view(*x.shape[:-1], heads, self.head_dim).transpose(1, 2)
 
 
+class NormedAttention(Attention):
+    """Attention with QK-norm, as in Qwen 3: RMSNorm of each head's queries and keys before the rotary embedding."""
+
+    def __init__(self, config: LayerConfig, width: int, layer: int = 0, bias: bool = False) -> None:
+        super().__init__(config, width, layer, bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def _queries(self, z_BNZ: Tensor) -> Tensor:
+        normed: Tensor = self.q_norm(super()._queries(z_BNZ))
+        return normed
+
+    def _keys(self, z_BNZ: Tensor) -> Tensor:
+        normed: Tensor = self.k_norm(super()._keys(z_BNZ))
+        return normed
+
+
 class MLP(nn.Module):
     """Gated MLP with SiLU (SwiGLU)."""
 
@@ -286,9 +303,9 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Decoder layer: attention and MLP. Norms before attention belong to subclasses: they differ by draft family."""
 
-    def __init__(self, config: LayerConfig, width: int) -> None:
+    def __init__(self, config: LayerConfig, attention: Attention) -> None:
         super().__init__()
-        self.self_attn = Attention(config, width)
+        self.self_attn = attention
         self.mlp = MLP(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -299,89 +316,142 @@ class DecoderLayer(nn.Module):
 
 
 class FeatureDraft(DraftModule):
-    """A draft of one decoder layer that reads hidden states (EAGLE family). Its output state at a position is the input
-    of its next step there."""
+    """A draft of few decoder layers, mostly one, that reads hidden states (EAGLE family). Its output state at a
+    position is the input of its next step there."""
 
     @property
     @abstractmethod
-    def layer(self) -> DecoderLayer:
-        """The draft's one decoder layer."""
+    def blocks(self) -> Sequence[DecoderLayer]:
+        """The draft's decoder layers; the first reads what `project_in` gives."""
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """Tokens that each layer's attention sees, the query's own included; None: all of them."""
+        return [None] * len(self.blocks)
 
     @abstractmethod
     def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual [B, N, H], to which the layer's output is added, and the attention input [B, N, Z]."""
+        """The residual [B, N, H], to which the first layer's output is added, and its attention input [B, N, Z]."""
 
-    def project_out(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
-        """The layer's output state [B, N, H]."""
-        return self.layer.finish(residual_BNH, attended_BNQD)
+    def project_on(self, number: int, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+        """`project_in` of a later layer, from the state of the layer before it."""
+        raise NotImplementedError
+
+    def project_out(self, state_BNH: Tensor) -> Tensor:
+        """The draft's state [B, N, H], from that of its last layer."""
+        return state_BNH
 
     def decode(self, embeds_BNH: Tensor, state_BNH: Tensor, step: CacheStep) -> Tensor:
         """States [B, N, H] of one decoding pass over the draft's own KV cache. `state`: the target's at true positions,
         else the draft's last output."""
         # A prefill step names no positions: it begins at 0.
-        attn, positions_BN = self.layer.self_attn, step.positions_BN
+        positions_BN = step.positions_BN
         if positions_BN is None:
             positions_BN = torch.arange(embeds_BNH.shape[1], device=embeds_BNH.device).expand(embeds_BNH.shape[:2])
 
         # Attention writes the new keys and values into the cache and reads all that the step may see.
-        residual_BNH, z_BNZ = self.project_in(embeds_BNH, state_BNH)
-        value = attn.value(z_BNZ)
-        query, key = attn.query_and_key(z_BNZ, attn.rope.waves(positions_BN, value.dtype))
-        attended, _ = attend(attn, query, key, value, None, kv_step=step)
-
-        # Residuals and MLP.
-        return self.project_out(residual_BNH, attended)
+        waves: Waves | None = None
+        for number, (layer, window) in enumerate(zip(self.blocks, self.windows)):
+            entered = self.project_on(number, state_BNH) if number else self.project_in(embeds_BNH, state_BNH)
+            residual_BNH, z_BNZ = entered
+            attn = layer.self_attn
+            value = attn.value(z_BNZ)
+            waves = waves or attn.rope.waves(positions_BN, value.dtype)
+            query, key = attn.query_and_key(z_BNZ, waves)
+            attended, _ = attend(attn, query, key, value, None, sliding_window=window, kv_step=step)
+            state_BNH = layer.finish(residual_BNH, attended)
+        return self.project_out(state_BNH)
 
     def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, trained: QueryMask, steps: int) -> list[Tensor]:
         """Training-time test: the states of steps 0..steps-1 at the positions that `trained` names.
 
         `embeds` and `state` are of x_0 .. x_{T-1}, of one document a row or of several. Returns `steps` tensors
         [B, M, H]; state k at position i drafts x_{i+2+k}, and means nothing where the document has no such token. Only
-        these positions run the query, the MLP and later steps; all positions give the step-0 keys.
+        these positions run the last layer's query and MLP, and later steps; all positions give the step-0 keys.
         """
-        # Rotary positions count within a document, `at` within the packed row.
-        attn, at_BM, place_BM = self.layer.self_attn, trained.at_BM, trained.positions_BM
-        place_BT = trained.documents.positions_BT
-
-        # 1) True states, all positions: each is paired with the embedding of the token after it and gives step 0's key.
+        # 1) True states, all positions: each is paired with the embedding of the token after it, and gives the keys of
+        # step 0. Rotary positions count within a document, `at` within the packed row.
+        documents, at_BM, last = trained.documents, trained.at_BM, len(self.blocks) - 1
+        place_BT = documents.positions_BT
         next_BT = torch.arange(1, embeds_BTH.shape[1] + 1, device=embeds_BTH.device).expand_as(place_BT)
         residual_BTH, z_BTZ = self.project_in(take(embeds_BTH, next_BT), state_BTH)
-        values = [attn.value(z_BTZ)]
-        dtype = values[0].dtype
-        keys = [attn.key(z_BTZ, attn.rope.waves(place_BT, dtype))]
+        pasts: list[tuple[list[Tensor], list[Tensor]]] = []
+        for number, (layer, window) in enumerate(zip(self.blocks, self.windows)):
+            attn = layer.self_attn
+            value = attn.value(z_BTZ)
+            waves = attn.rope.waves(place_BT, value.dtype)
+            key = attn.key(z_BTZ, waves)
+            pasts.append(([key], [value]))
+            if number < last:  # later layers' keys read this layer's output
+                query = attn.query(z_BTZ, waves)
+                attended, _ = attend(attn, query, key, value, None, sliding_window=window, documents=documents)
+                residual_BTH, z_BTZ = self.project_on(number + 1, layer.finish(residual_BTH, attended))
 
-        # 2) Trained positions only: the rest of the layer, step by step.
+        # 2) Trained positions only: the rest of the last layer, then step by step.
         residual_BMH, z_BMZ = take(residual_BTH, at_BM), take(z_BTZ, at_BM)
         states: list[Tensor] = []
         for k in range(steps):
-            # Step k stands k rotary positions further on.
-            waves = attn.rope.waves(place_BM + k, dtype)
-            # Later steps read the draft's own last state and the next true token, and add a key of their own.
+            # Later steps read the draft's own last state and the next true token.
             if k:
                 residual_BMH, z_BMZ = self.project_in(take(embeds_BTH, at_BM + 1 + k), states[-1])
-                keys.append(attn.key(z_BMZ, waves))
-                values.append(attn.value(z_BMZ))
-
-            # Queries see the true states' keys up to their position and their own column of later keys.
-            attended = attend_columns(attn.query(z_BMZ, waves), keys, values, trained)
-            states.append(self.project_out(residual_BMH, attended))
+            for number in range(0 if k else last, last + 1):
+                state_BMH = self._column(number, k, residual_BMH, z_BMZ, pasts[number], trained)
+                if number < last:
+                    residual_BMH, z_BMZ = self.project_on(number + 1, state_BMH)
+            states.append(self.project_out(state_BMH))
         return states
 
+    def _column(
+        self,
+        number: int,
+        k: int,
+        residual_BMH: Tensor,
+        z_BMZ: Tensor,
+        past: tuple[list[Tensor], list[Tensor]],
+        trained: QueryMask,
+    ) -> Tensor:
+        """State [B, M, H] of one layer at step k, whose key and value join the layer's `past` where k > 0."""
+        # Step k stands k rotary positions further on.
+        layer, (keys, values) = self.blocks[number], past
+        attn = layer.self_attn
+        waves = attn.rope.waves(trained.positions_BM + k, values[0].dtype)
+        if k:
+            keys.append(attn.key(z_BMZ, waves))
+            values.append(attn.value(z_BMZ))
 
-def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask) -> Tensor:
+        # Queries see the true states' keys up to their position and their own column of later keys.
+        attended = attend_columns(attn.query(z_BMZ, waves), keys, values, trained, self.windows[number])
+        return layer.finish(residual_BMH, attended)
+
+
+def attend_columns(
+    query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask, window: int | None = None
+) -> Tensor:
     """Attention of the training-time test. Returns [B, M, Q, D].
 
     keys[0] [B, G, T, D] are the true states', of which a position sees its document's up to itself; keys[j]
-    [B, G, M, D], j >= 1, are earlier steps' own, of which each position sees only its own column.
+    [B, G, M, D], j >= 1, are earlier steps' own, of which each position sees only its own column. `window`: only the
+    last so many keys of both, the query's own included.
     """
-    # Packed rows on a GPU: no dense score matrix.
-    if query_BQMD.is_cuda and trained.documents.packed:
-        return _merged_columns(query_BQMD, keys, values, trained)
+    # The query of step k stands k positions after its place in the text, so k fewer true states lie in its window.
+    if window is not None:
+        first = max(1, len(keys) - window)
+        keys, values = [keys[0], *keys[first:]], [values[0], *values[first:]]
+        window = max(0, window - len(keys) + 1) if first == 1 else 0
 
+    # Packed rows on a GPU: no dense score matrix.
+    merged = query_BQMD.is_cuda and trained.documents.packed
+    return (_merged_columns if merged else _dense_columns)(query_BQMD, keys, values, trained, window)
+
+
+def _dense_columns(
+    query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask, window: int | None
+) -> Tensor:
+    """`attend_columns` with a score for each pair. `window`: true states that are seen; None: all."""
     # Scores against the true states, masked to the document up to the position; heads grouped by key-value head.
     groups, size = keys[0].shape[1], query_BQMD.shape[-1]
     query = query_BQMD.reshape(query_BQMD.shape[0], groups, -1, *query_BQMD.shape[2:]) * size**-0.5  # [B, G, R, M, D]
-    hidden_BMT = ~trained.dense()
+    hidden_BMT = ~trained.dense(window)
     scores = torch.einsum("bgrmd,bgtd->bgrmt", query, keys[0]).masked_fill(hidden_BMT[:, None, None], float("-inf"))
 
     # One score for each earlier step of the same column; then a softmax over both kinds together.
@@ -396,13 +466,19 @@ def attend_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor],
     return output.flatten(1, 2).transpose(1, 2)
 
 
-def _merged_columns(query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask) -> Tensor:
-    """`attend_columns` without a score matrix of all pairs: FlexAttention over the true states, then a softmax merge
+def _merged_columns(
+    query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask, window: int | None
+) -> Tensor:
+    """`_dense_columns` without a score matrix of all pairs: FlexAttention over the true states, then a softmax merge
     with the own columns by log-sum-exp."""
     # True states by FlexAttention, with the log-sum-exp of their scores.
     dtype = values[0].dtype
     query, keys = query_BQMD.to(dtype), [key.to(dtype) for key in keys]
-    past, lse_BQM = flex(query, keys[0], values[0], trained.blocks(), with_lse=True)
+    if window == 0:  # the window holds own columns only
+        past = torch.zeros_like(query)
+        lse_BQM: Tensor | None = torch.full(query.shape[:-1], float("-inf"), device=query.device)
+    else:
+        past, lse_BQM = flex(query, keys[0], values[0], trained.blocks(window), with_lse=True)
     assert lse_BQM is not None
     if len(keys) == 1:
         return past.transpose(1, 2)

@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...errors import FormatError, MissingFileError
 from ...storage import read_object
 from ..drafts.base import DraftModule
-from . import dflash, eagle, eagle3, hf, medusa, speculators
+from . import dflash, eagle, eagle3, eagle3_config, hf, medusa, speculators
 from .gguf import layouts
 from .tensors import is_pickle, pickled, read_types
 
@@ -36,7 +36,7 @@ def read_draft(place: Path, target_layers: int | None = None) -> DraftModule:
         case "dflash":
             return dflash.read(place)
         case "speculators":
-            return speculators.read(place)
+            return speculators.read(place, target_layers)
         case "gguf":
             return layouts.read(place)
 
@@ -82,7 +82,7 @@ def _layout(raw: Mapping[str, Any], named: set[str], tensors: set[str]) -> Layou
     # Then the architecture's name.
     if dflash.ARCHITECTURE in named:
         return "dflash"
-    if named & set(eagle3.ARCHITECTURES):
+    if named & set(eagle3_config.ARCHITECTURES):
         return "eagle3"
     if named & set(eagle.ARCHITECTURES.values()):
         return "eagle"

@@ -14,6 +14,7 @@ from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
+from ..engine_features import not_honoured
 from . import dflash, eagle, eagle3, hf, medusa, speculators
 from .detect import detect
 from .gguf import layouts
@@ -149,11 +150,11 @@ def _own_embeddings() -> InputError:
 
 
 def _check_sglang_eagle3(draft: Eagle3Draft) -> None:
-    config = draft.config
-    if config.norm_before_residual:
-        raise InputError("format sglang: SGLang does not know norm_before_residual; the draft was made with it")
+    odd = not_honoured("sglang", draft.config)
+    if odd is not None:
+        raise InputError(f"format sglang: SGLang does not compute {odd}, with which the draft was made")
     # SGLang keeps a head's own embeddings where the target's do not fit it.
-    if draft.embed_tokens is not None and config.target_hidden_size == config.hidden_size:
+    if draft.embed_tokens is not None and draft.config.target_hidden_size == draft.config.hidden_size:
         raise _own_embeddings()
 
 

@@ -121,8 +121,8 @@ def dtype_entries(dtype: str) -> dict[str, Any]:
     return {"dtype": dtype, "torch_dtype": dtype}
 
 
-def layer_specs(config: LayerConfig, prefix: str, width: int) -> dict[str, Spec]:
-    """Specs of attention (whose input has `width` features), MLP and the norm between them."""
+def layer_specs(config: LayerConfig, prefix: str, width: int, bias: bool = False) -> dict[str, Spec]:
+    """Specs of attention (whose input has `width` features; with or without `bias`), MLP and the norm between them."""
     # Output sizes of the query projection, and of key and value.
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, groups = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -136,6 +136,9 @@ def layer_specs(config: LayerConfig, prefix: str, width: int) -> dict[str, Spec]
         "mlp.down_proj.weight": (hidden, inner),
         "post_attention_layernorm.weight": (hidden,),
     }
+    if bias:
+        attention = [name for name in shapes if name.startswith("self_attn.")]
+        shapes |= {name.replace(".weight", ".bias"): shapes[name][:1] for name in attention}
     return {f"{prefix}{name}": Spec(shape) for name, shape in shapes.items()}
 
 

@@ -3,16 +3,20 @@
 It names the target ("verifier") and how many tokens to draft. Layers are numbered as in vLLM's own layout.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
+
+from torch import Tensor
 
 from ...errors import FormatError, InputError
 from ...storage import read_object, write_json
 from ..drafts.dflash import DFlashConfig, DFlashDraft
-from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
-from . import dflash, eagle3
-from .eagle3 import FLAGS, LAYER_IDS, OTHER_LAYER
+from ..drafts.eagle3 import Body, Eagle3Config, Eagle3Draft
+from ..engine_features import FLAGS
+from . import dflash, eagle3, eagle3_config
+from .eagle3 import OTHER_LAYER
+from .eagle3_config import LAYER_IDS
 from .llama import layer_entries, rope_parameters
 from .tensors import read_tensors
 
@@ -52,13 +56,14 @@ def write_dflash(draft: DFlashDraft, folder: Path, draft_tokens: int, verifier: 
     write_json(folder / "config.json", dflash_config(config, dtype, draft_tokens, verifier))
 
 
-def read(folder: Path) -> Eagle3Draft | DFlashDraft:
-    """Load a draft from a folder of this format. Raises MissingFileError or FormatError."""
+def read(folder: Path, target_layers: int | None = None) -> Eagle3Draft | DFlashDraft:
+    """Load a draft from a folder of this format. `target_layers`: the target's number of layers, from which those that
+    an EAGLE-3 head reads follow where the config names none. Raises MissingFileError or FormatError."""
     path = folder / "config.json"
     raw, stored = read_object(path), read_tensors(folder)
     if raw.get(MODEL_TYPE) == "dflash":
         return dflash.load(read_dflash_config(path, raw), stored)
-    return eagle3.load(read_config(path, raw), stored)
+    return eagle3.load(read_config(path, raw, stored.tensors, target_layers), stored)
 
 
 def engine_config(config: Eagle3Config, dtype: str, draft_tokens: int, verifier: Verifier) -> dict[str, Any]:
@@ -71,11 +76,14 @@ def engine_config(config: Eagle3Config, dtype: str, draft_tokens: int, verifier:
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size if own_width else None,
         **{flag: getattr(config, flag) for flag in FLAGS},
-        "norm_before_fc": False,
         LAYER_IDS: list(config.aux_layers),
         "tie_word_embeddings": False,
         "dtype": dtype,
-        _LAYER: {**layer_entries(config), "rope_parameters": rope_parameters(config)},
+        _LAYER: {
+            **layer_entries(config),
+            **eagle3_config.body_entries(config),
+            "rope_parameters": rope_parameters(config),
+        },
     }
 
 
@@ -121,34 +129,38 @@ def _common(algorithm: str, draft_tokens: int, verifier: Verifier) -> dict[str, 
 
 def read_dflash_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
     """DFlash config from config.json. Raises FormatError naming the field."""
-    layer = _layer(path, raw, dflash.QWEN3)
+    layer = _layer(path, raw, (dflash.QWEN3,))
     dflash.check_fixed(path, "", raw, {"sample_from_anchor": False})
     own = {"aux_layers": raw.get(_DFLASH_LAYER_IDS), **{n: raw.get(n) for n in ("block_size", "mask_token_id")}}
     named = ("draft_vocab_size", "target_hidden_size")
     return dflash.dimensions(path, {**layer, **{name: raw.get(name) for name in named}}, own)
 
 
-def _layer(path: Path, raw: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+def _layer(path: Path, raw: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str, Any]:
     layer = raw.get(_LAYER)
-    if isinstance(layer, Mapping) and layer.get("model_type") == kind:
+    if isinstance(layer, Mapping) and layer.get("model_type") in kinds:
         return layer
     found = layer.get("model_type") if isinstance(layer, Mapping) else layer
-    raise FormatError(f"{path}: {_LAYER}.model_type {found}: must be {kind}")
+    raise FormatError(f"{path}: {_LAYER}.model_type {found}: must be {' or '.join(kinds)}")
 
 
-def read_config(path: Path, raw: Mapping[str, Any]) -> Eagle3Config:
-    """EAGLE-3 config from config.json. Raises FormatError naming the field."""
+def read_config(
+    path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], target_layers: int | None
+) -> Eagle3Config:
+    """EAGLE-3 config from config.json, and the body from the tensors. Raises FormatError naming the field."""
     # Fields whose absence means different things to different readers must be there.
     if raw.get(MODEL_TYPE) != "eagle3":
         raise FormatError(f"{path}: {MODEL_TYPE} {raw.get(MODEL_TYPE)}: only eagle3 and dflash can be read")
-    layer = _layer(path, raw, "llama")
+    layer = _layer(path, raw, get_args(Body))
     if raw.get("norm_before_residual") is None:
         raise FormatError(
             f"{path}: norm_before_residual: must be named: vLLM takes none for true, speculators for false"
         )
-    if raw.get(LAYER_IDS) is None:
-        raise FormatError(f"{path}: {LAYER_IDS}: must be named")
 
     # Then the config reads as vLLM's own layout does.
-    named = ("draft_vocab_size", "target_hidden_size", "norm_before_fc", LAYER_IDS, *FLAGS)
-    return eagle3.read_config(path, {**layer, **{name: raw.get(name) for name in named}}, None)
+    named = ("draft_vocab_size", "target_hidden_size", LAYER_IDS, *FLAGS)
+    entries = {**layer, **{name: raw.get(name) for name in named}}
+    config = eagle3_config.read_config(path, entries, tensors, target_layers)
+    if config.body != layer["model_type"]:
+        raise FormatError(f"{path}: {_LAYER}.model_type {layer['model_type']}: the tensors are of {config.body}")
+    return config

@@ -109,12 +109,14 @@ class QueryMask:
 
     def _mask(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         mine_BM, at_BM, documents_BT = self._mine_BM, self.at_BM, self.documents.document_BT
+        # The width is a tensor: FlexAttention would compile anew for each number.
+        width = None if window is None else torch.tensor(window, device=at_BM.device)
 
         # FlexAttention compiles this predicate and calls it inside the blocks that are computed.
         def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
             at = at_BM[b, query]
             inside = (key <= at) & (mine_BM[b, query] == documents_BT[b, key])
-            return inside if window is None else inside & (at - key < window)
+            return inside if width is None else inside & (at - key < width)
 
         return seen
 

@@ -55,9 +55,9 @@ class FeatureDrafter(ABC, Generic[D]):
         """The head's states [..., H] -> logits over the target's vocabulary."""
 
     def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
-        weight = self._draft.fc.weight
-        self._cache = KVCache(slots, tokens + max(nodes, levels + 1), weight.device)
-        self._state_SH = weight.new_zeros(slots, self._draft.config.hidden_size)
+        draft = self._draft
+        self._cache = KVCache(slots, tokens + max(nodes, levels + 1), draft.device)
+        self._state_SH = torch.zeros(slots, draft.config.hidden_size, device=draft.device, dtype=draft.dtype)
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
         # Pair t is (target's state of t, token t + 1), so embeddings begin with the second token.
@@ -124,7 +124,7 @@ class EagleDrafter(FeatureDrafter[EagleDraft]):
         self._head = target.logits
 
     def _read(self, states: States) -> Tensor:
-        return states.hidden_BTH.to(self._draft.fc.weight.dtype)
+        return states.hidden_BTH.to(self._draft.dtype)
 
     def _true_states(self, states: States) -> Tensor:
         return self._read(states)
@@ -134,7 +134,7 @@ class EagleDrafter(FeatureDrafter[EagleDraft]):
 
 
 class Eagle3Drafter(FeatureDrafter[Eagle3Draft]):
-    """EAGLE-3 drafter: reads features of three layers. Its own lm_head may have a reduced vocabulary."""
+    """EAGLE-3 drafter: reads features of several layers. Its own lm_head may have a reduced vocabulary."""
 
     def __init__(self, draft: Eagle3Draft, target: CausalModel) -> None:
         super().__init__(draft, target, draft.config.draft_vocab_size)
@@ -142,9 +142,10 @@ class Eagle3Drafter(FeatureDrafter[Eagle3Draft]):
         self.aux_layers = draft.config.aux_layers
 
     def _read(self, states: States) -> Tensor:
-        if states.aux_BTA is None:
+        features = states.aux_BTA if self.aux_layers else states.hidden_BTH
+        if features is None:
             raise ValueError("EAGLE-3 needs the target's captured layers; ask for proposer.aux_layers")
-        return states.aux_BTA.to(self._draft.fc.weight.dtype)
+        return features.to(self._draft.dtype)
 
     def _true_states(self, states: States) -> Tensor:
         fused: Tensor = self._draft.fc(self._read(states))

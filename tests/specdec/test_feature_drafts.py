@@ -24,6 +24,18 @@ HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
     "norm_output": (heads.eagle3, {"norm_output": True}),
     "norm_before_residual": (heads.eagle3, {"norm_before_residual": True}),
     "other width": (heads.eagle3, {"target_hidden_size": 20, "fc_norm": True}),
+    "norm_before_fc": (heads.eagle3, {"norm_before_fc": True}),
+    "qwen3": (heads.eagle3, {"body": "qwen3", "norm_output": True}),
+    "biases": (heads.eagle3, {"attention_bias": True, "fc_bias": True}),
+    "two read layers": (heads.eagle3, {"aux_layers": (1, 3)}),
+    "last state": (heads.eagle3, {"aux_layers": ()}),
+    "window": (heads.eagle3, {"sliding_window": 3}),
+    "window of one": (heads.eagle3, {"sliding_window": 1}),
+    "window of two, three layers": (
+        heads.eagle3,
+        {"sliding_window": 2, "full_attention_layers": (1,), "num_hidden_layers": 3, "norm_before_residual": True},
+    ),
+    "two layers": (heads.eagle3, {"num_hidden_layers": 2, "norm_before_fc": True, "norm_output": True}),
 }
 
 
@@ -31,7 +43,8 @@ def inputs(draft: Head) -> tuple[Tensor, Tensor]:
     """Embeddings of x_0 .. x_{T-1}, and what the head reads of the target at each of them."""
     generator = torch.Generator().manual_seed(5)
     config = draft.config
-    width = 3 * draft.config.target_hidden_size if isinstance(draft, Eagle3Draft) else config.hidden_size
+    aux = len(draft.config.aux_layers) if isinstance(draft, Eagle3Draft) else 0
+    width = aux * draft.config.target_hidden_size if isinstance(draft, Eagle3Draft) and aux else config.hidden_size
     embeds = torch.randn(TOKENS, config.hidden_size, generator=generator)
     return embeds, 2 * torch.randn(TOKENS, width, generator=generator) + 0.5
 
@@ -40,10 +53,14 @@ def true_state(draft: Head, seen_X: Tensor) -> Tensor:
     """The state of a true position, [H]."""
     if isinstance(draft, EagleDraft):
         return seen_X
+    if not draft.config.aux_layers:
+        return seen_X
     if draft.fc.norms is not None:
         parts = [normed(part, norm.weight) for part, norm in zip(seen_X.chunk(3), draft.fc.norms)]  # type: ignore[arg-type]
         seen_X = torch.cat(parts)
-    return draft.fc.weight @ seen_X
+    if draft.fc.input_norm is not None:
+        seen_X = normed(seen_X, draft.fc.input_norm.weight)
+    return draft.fc.weight @ seen_X + (0 if draft.fc.bias is None else draft.fc.bias)
 
 
 def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -74,21 +91,38 @@ def entered(draft: Head, embed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 def plainly(draft: Head, embeds_TH: Tensor, seen_TX: Tensor, i: int) -> list[Tensor]:
     """States of all steps at position i: true pairs 0..i, then the draft's own state with one more token a step."""
-    layer, attn = draft.layer, draft.layer.self_attn
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+    keys: dict[int, list[Tensor]] = {number: [] for number, _ in enumerate(draft.blocks)}
+    values: dict[int, list[Tensor]] = {number: [] for number in keys}
+
+    def attended(number: int, z: Tensor, position: int) -> Tensor:
+        attn: Any = draft.blocks[number].self_attn
+
+        def heads_of(name: str, count: int) -> Tensor:
+            linear = getattr(attn, f"{name}_proj")
+            x = linear.weight @ z + (0 if linear.bias is None else linear.bias)
+            found: Tensor = x.view(count, 8)
+            norm = getattr(attn, f"{name}_norm", None)
+            return found if norm is None else torch.stack([normed(head, norm.weight) for head in found])
+
+        keys[number].append(turned(heads_of("k", 2), position))
+        values[number].append(heads_of("v", 2))
+        outputs, window = [], draft.windows[number] or TOKENS
+        for head, query in enumerate(turned(heads_of("q", 6), position)):
+            scores = torch.stack([query @ key[head // 3] for key in keys[number][-window:]]) / math.sqrt(8)
+            outputs.append(sum(w * value[head // 3] for w, value in zip(scores.softmax(0), values[number][-window:])))
+        bias = 0 if attn.o_proj.bias is None else attn.o_proj.bias
+        mixed: Tensor = attn.o_proj.weight @ torch.cat(outputs) + bias
+        return mixed
 
     def one(embed: Tensor, state: Tensor, position: int) -> Tensor:
-        residual, z = entered(draft, embed, state)
-        keys.append(turned((attn.k_proj.weight @ z).view(2, 8), position))
-        values.append((attn.v_proj.weight @ z).view(2, 8))
-        outputs = []
-        for head, query in enumerate(turned((attn.q_proj.weight @ z).view(6, 8), position)):
-            scores = torch.stack([query @ key[head // 3] for key in keys]) / math.sqrt(8)
-            outputs.append(sum(w * value[head // 3] for w, value in zip(scores.softmax(0), values)))
-        state = residual + attn.o_proj.weight @ torch.cat(outputs)
-        x, mlp = normed(state, layer.post_attention_layernorm.weight), layer.mlp
-        state = state + mlp.down_proj.weight @ (F.silu(mlp.gate_proj.weight @ x) * (mlp.up_proj.weight @ x))
+        for number, block in enumerate(draft.blocks):
+            layer: Any = block
+            residual, z = (
+                entered(draft, embed, state) if number == 0 else (state, normed(state, layer.input_layernorm.weight))
+            )
+            state = residual + attended(number, z, position)
+            x, mlp = normed(state, layer.post_attention_layernorm.weight), layer.mlp
+            state = state + mlp.down_proj.weight @ (F.silu(mlp.gate_proj.weight @ x) * (mlp.up_proj.weight @ x))
         if isinstance(draft, Eagle3Draft) and draft.config.norm_output:
             state = normed(state, draft.norm.weight)
         return state
@@ -123,6 +157,20 @@ def test_training_and_drafting_compute_what_is_written_down(name: str) -> None:
                 cache.keep(torch.tensor([1]))
             torch.testing.assert_close(trained[k][0, column], expected[k], **CLOSE)
             torch.testing.assert_close(state_BNH[0, 0], expected[k], **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "two layers", "window of two, three layers"])
+@torch.no_grad()
+def test_packed_documents_are_as_they_are_alone(name: str) -> None:
+    make, options = HEADS[name]
+    draft: Head = make(**options)
+    embeds_TH, seen_TX = inputs(draft)
+    positions = [*range(4), *range(TOKENS - 4)]
+    together = Documents(torch.tensor([[0] * 4 + [1] * (TOKENS - 4)]), torch.tensor([positions]))
+    packed = draft(embeds_TH[None], seen_TX[None], QueryMask(together, torch.tensor([[5]])), 2)
+    alone = QueryMask(Documents.rows(torch.zeros(1, TOKENS - 4)), torch.tensor([[1]]))
+    for ours, theirs in zip(packed, draft(embeds_TH[None, 4:], seen_TX[None, 4:], alone, 2), strict=True):
+        torch.testing.assert_close(ours, theirs, **CLOSE)
 
 
 @pytest.mark.parametrize("norm_output", [False, True])

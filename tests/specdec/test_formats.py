@@ -8,7 +8,7 @@ import heads
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stand_ins import near_copy, random_eagle3, target
+from stand_ins import DEEP, near_copy, random_eagle3, target
 
 from draftforge.errors import FormatError, MissingFileError
 from draftforge.specdec.drafts import DraftModule
@@ -57,6 +57,10 @@ def eagle3_folder(tmp_path: Path) -> Path:
         heads.eagle(True),
         heads.eagle3(),
         heads.eagle3(40, fc_norm=True),
+        heads.eagle3(40, **DEEP),
+        heads.eagle3(aux_layers=(), num_hidden_layers=4),
+        heads.eagle3(own_embeddings=True, target_hidden_size=20, aux_layers=(1, 2, 3, 5), attention_bias=True),
+        heads.eagle3(fc_bias=True),
         heads.medusa(True, 2),
         heads.dflash(40),
     ],
@@ -67,6 +71,7 @@ def test_every_family_reads_back_equal(draft: DraftModule, tmp_path: Path) -> No
     again, found = load_draft(tmp_path / "draft", CPU, torch.float32)
     assert found == meta(draft.family)
     assert type(again) is type(draft) and same(again, draft)
+    assert getattr(again, "config", None) == getattr(draft, "config", None)
 
 
 def test_a_small_draft_is_a_plain_model_folder(tmp_path: Path) -> None:

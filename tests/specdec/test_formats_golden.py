@@ -78,6 +78,7 @@ EAGLE3_CONFIG: dict[str, Any] = {
     "draft_vocab_size": 40,
     "tie_word_embeddings": False,
     "fc_norm": False,
+    "norm_before_fc": False,
     "norm_output": False,
     "norm_before_residual": False,
     "eagle_aux_hidden_state_layer_ids": [1, 2, 4],

@@ -96,6 +96,8 @@ def test_every_tensor_of_another_shape_or_type_is_named(
     for name, tensor in tensors.items():
         if kind == "medusa-original" and name == "0.2.weight" and message == "has shape":
             continue  # the vocabulary is read off this one: the others are then what is wrong
+        if kind in ("eagle3", "speculators") and name in ("d2t", "t2d") and "int32" in message:
+            continue  # other projects store the maps so
         save_file({**tensors, name: change(tensor)}, path)
         with pytest.raises(FormatError, match=message) as refused:
             read_draft(tmp_path)
@@ -141,22 +143,24 @@ def test_vocabularies_that_do_not_fit(name: Format, change: Any, message: str, t
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({IDS: [1, 2, 3, 4]}, rf"{IDS} \[1, 2, 3, 4\]: must be three layers"),
-        ({IDS: [1, 2]}, rf"{IDS} \[1, 2\]: must be three layers"),
-        ({IDS: [1, 2, "4"]}, "must be three layers"),
+        ({IDS: [1, 2, "4"]}, "must be a list of layers"),
         ({IDS: [2, 1, 4]}, rf"{IDS} \[2, 1, 4\]: must be different layers in ascending order, from 1 on"),
         ({IDS: [1, 1, 4]}, "must be different layers in ascending order"),
         ({IDS: [0, 1, 4]}, "in ascending order, from 1 on"),
         ({IDS: None}, f"{IDS}: is absent, and the target's number of layers is not known"),
         ({"eagle_config": {IDS: [0, 1, 2]}}, r"must be one more than those of eagle_config, \[0, 1, 2\]"),
-        ({"eagle_config": {IDS: [0, 1, 2, 3]}}, rf"eagle_config\.{IDS} \[0, 1, 2, 3\]: must be three layers"),
+        ({"eagle_config": {IDS: "0, 1"}}, rf"eagle_config\.{IDS} 0, 1: must be a list of layers"),
         ({"eagle_config": [1]}, r"eagle_config \[1\]: must be an object"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state false: only true is supported"),
-        ({"norm_before_fc": True}, "norm_before_fc true: only false is supported"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers 2: must be 1"),
-        ({"model_type": "qwen3"}, "model_type qwen3: must be llama"),
+        ({"eagle_config": {"norm_output": True}}, "eagle_config.norm_output True: must equal norm_output False"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm True: must be False"),
+        ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc true: must be false where fc_norm is true"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types .*: needs sliding_window"),
+        ({"layer_types": ["chunked_attention"]}, "must be full_attention or sliding_attention for each of 1 layers"),
+        ({"layer_types": ["full_attention"], "num_hidden_layers": 2}, "for each of 2 layers"),
+        ({"sliding_window": 32}, "sliding_window 32: layer_types must say which layers slide"),
+        ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window: Input should be greater than or equal to"),
         ({"hidden_act": "gelu"}, "hidden_act gelu: must be silu"),
-        ({"attention_bias": True}, "attention_bias True: must be False"),
+        ({"mlp_bias": True}, "mlp_bias True: must be False"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type dynamic: must be default, linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3: low_freq_factor: Field required"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor 1.0: must exceed low_freq_factor"),
@@ -185,11 +189,10 @@ def test_configs_that_ask_for_something_else(entries: dict[str, Any], message: s
     ("entries", "message"),
     [
         ({"speculators_model_type": "mtp"}, "speculators_model_type mtp: only eagle3 and dflash can be read"),
-        ({"transformer_layer_config": {"model_type": "qwen3"}}, "model_type qwen3: must be llama"),
-        ({"transformer_layer_config": None}, r"transformer_layer_config\.model_type None: must be llama"),
+        ({"transformer_layer_config": {"model_type": "gemma3"}}, "model_type gemma3: must be llama or qwen3"),
+        ({"transformer_layer_config": None}, r"transformer_layer_config\.model_type None: must be llama or qwen3"),
         ({"norm_before_residual": None}, "norm_before_residual: must be named"),
-        ({"norm_before_fc": True}, "norm_before_fc true: only false is supported"),
-        ({IDS: None}, f"{IDS}: must be named"),
+        ({IDS: None}, f"{IDS}: is absent, and the target's number of layers is not known"),
         ({IDS: [4, 2, 1]}, "in ascending order"),
     ],
 )
@@ -394,6 +397,14 @@ def test_small_drafts_name_the_tensor(change: Callable[[Tensor], Tensor], messag
         assert name in str(refused.value)
 
 
+NOT_SGLANG: list[tuple[dict[str, Any], str]] = [
+    ({"norm_before_residual": True}, "norm_before_residual True"),
+    ({"body": "qwen3"}, "body qwen3"),
+    ({"sliding_window": 7, "num_hidden_layers": 2, "full_attention_layers": (0,)}, "sliding_window 7"),
+    ({"attention_bias": True}, "attention_bias True"),
+]
+
+
 def test_formats_take_the_families_that_they_are_for(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="format onnx: must be one of hf, vllm, sglang, speculators, medusa, gguf"):
         known_format("onnx")
@@ -405,8 +416,9 @@ def test_formats_take_the_families_that_they_are_for(tmp_path: Path) -> None:
         check_family("hf", "eagle3")
     with pytest.raises(InputError, match="format speculators: names the target; give its hub id"):
         write_draft(heads.eagle3(), tmp_path, "speculators")
-    with pytest.raises(InputError, match="SGLang does not know norm_before_residual"):
-        write_draft(heads.eagle3(norm_before_residual=True), tmp_path, "sglang")
+    for fields, odd in NOT_SGLANG:
+        with pytest.raises(InputError, match=f"format sglang: SGLang does not compute {odd}, with which the draft was"):
+            write_draft(heads.eagle3(**fields), tmp_path, "sglang")
     for draft in (heads.eagle(own_embeddings=True), heads.eagle3(own_embeddings=True)):
         with pytest.raises(InputError, match="SGLang drafts with the target's embeddings; the draft has its own"):
             write_draft(draft, tmp_path, "sglang")

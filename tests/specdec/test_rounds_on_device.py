@@ -83,7 +83,12 @@ def plainly(
         inside_BL = (entry_BL >= 0) & (entry_BL < visible_BNF.shape[2])
         at_BNL = entry_BL.clamp(0, visible_BNF.shape[2] - 1)[:, None].expand(-1, new, -1)
         sees_BNL = (entry_BL < 0)[:, None] | (inside_BL[:, None] & visible_BNF.gather(2, at_BNL))
-    assert window is None
+    if window is not None:
+        depth_BE = torch.arange(entries).expand(batch, -1) if depth_BF is None else depth_BF
+        entry_depth_BL = depth_BE.gather(1, entry_BL.clamp(0, entries - 1))
+        key_BL = torch.where(entry_BL < 0, key_L, past_B[:, None] + entry_depth_BL)
+        query_BN = past_B[:, None] + depth_BE[:, entries - new :]
+        sees_BNL = sees_BNL & (query_BN[..., None] - key_BL[:, None] < window)
     return attention(query, keys[:batch], values[:batch], sees_BNL[:, None], scaling, softcap)
 
 

@@ -25,12 +25,12 @@ from draftforge.specdec.proposers.suffix import SuffixProposer
 from draftforge.specdec.tree import Drawn
 
 CHAINS = (
-    "small", "skipped", "eagle", "eagle3", "eagle3-reduced", "medusa", "dflash", "dflash-reduced", "lookup", "jacobi",
-    "cascade", "cascade-small",
+    "small", "skipped", "eagle", "eagle3", "eagle3-reduced", "eagle3-deep", "medusa", "dflash",
+    "dflash-reduced", "lookup", "jacobi", "cascade", "cascade-small",
 )  # fmt: skip
 TREES = (
     "small-tree", "small-dynamic", "small-merged", "skipped-tree", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic",
-    "medusa-tree", "dflash-tree", "dflash-dynamic", "suffix", "lookahead",
+    "eagle3-deep-dynamic", "medusa-tree", "dflash-tree", "dflash-dynamic", "suffix", "lookahead",
 )  # fmt: skip
 TRAINING_FREE: dict[str, Callable[[], Proposer]] = {
     "lookup": PromptLookup,
@@ -58,7 +58,7 @@ SHAPE = TreeShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], 
 
 def takes(rule: str, name: str) -> bool:
     """Whether the rule may judge above temperature 0 what that proposer drafts; `greedy`: at temperature 0."""
-    kind = name.partition("-")[2]
+    kind = name.rpartition("-")[2]
     drawn: dict[str, Drawn] = {"tree": "deterministic", "dynamic": "deterministic", "distinct": "without_replacement"}
     draws = "deterministic" if name in TRAINING_FREE else drawn.get(kind, "iid")
     match rule:
@@ -75,8 +75,10 @@ def takes(rule: str, name: str) -> bool:
 
 
 @functools.cache
-def taught(family: str, draft_vocab: int | None = None) -> DraftModule:
+def taught(family: str, draft_vocab: int | None = None, deep: bool = False) -> DraftModule:
     """Taught once a process, on the one target of these tests."""
+    if deep:
+        return taught_eagle3(target(), deep=True)
     if family in ("dflash", "eagle3"):
         return (taught_dflash if family == "dflash" else taught_eagle3)(target(), draft_vocab)
     return taught_eagle(target()) if family == "eagle" else taught_medusa(target())
@@ -90,11 +92,12 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
         helper = PromptLookup() if name == "cascade" else SmallHelper(near_copy(model, 2 * noise, seed=7), most=2)
         return CascadeProposer(near_copy(model, noise), helper)
     family, _, kind = name.partition("-")
+    deep, kind = kind.startswith("deep"), kind.removeprefix("deep").removeprefix("-")
     drafts: dict[str, Callable[[], DraftModule]] = {
         "small": lambda: near_copy(model, noise),
         "skipped": lambda: SkippedDraft(model, SkippedLayers(mlp=(0,))),
         "eagle": lambda: taught("eagle"),
-        "eagle3": lambda: taught("eagle3", 40 if kind == "reduced" else None),
+        "eagle3": lambda: taught("eagle3", 40 if kind == "reduced" else None, deep),
         "medusa": lambda: taught("medusa"),
         "dflash": lambda: taught("dflash", 40 if kind == "reduced" else None),
     }

@@ -71,7 +71,18 @@ def near_copy(model: CausalModel, noise: float = 0.05, seed: int = 1) -> SmallDr
     return SmallDraft(draft)
 
 
-def random_eagle3(model: CausalModel, draft_vocab: int | None = None, seed: int = 2) -> Eagle3Draft:
+DEEP: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "body": "qwen3",
+    "sliding_window": 4,
+    "full_attention_layers": (1,),
+    "norm_before_fc": True,
+    "norm_output": True,
+    "norm_before_residual": True,
+}
+
+
+def random_eagle3(model: CausalModel, draft_vocab: int | None = None, seed: int = 2, **fields: Any) -> Eagle3Draft:
     """A head with the target's own lm_head and a weak layer: right at times."""
     torch.manual_seed(seed)
     config = Eagle3Config(
@@ -81,6 +92,7 @@ def random_eagle3(model: CausalModel, draft_vocab: int | None = None, seed: int 
         vocab_size=model.vocab_size,
         draft_vocab_size=draft_vocab or model.vocab_size,
         aux_layers=(1, 2, model.num_layers),
+        **fields,
     )
     ids = torch.randperm(model.vocab_size)[: config.draft_vocab_size].sort().values
     draft = Eagle3Draft(config, ids).eval()
@@ -102,9 +114,11 @@ def taught_eagle(model: CausalModel, steps: int = 40) -> EagleDraft:
     return _taught(draft, _two_steps(draft, model, ids_BT, states.hidden_BTH, model.logits), steps)
 
 
-def taught_eagle3(model: CausalModel, draft_vocab: int | None = None, steps: int = 40) -> Eagle3Draft:
-    """An EAGLE-3 head after the same."""
-    draft = random_eagle3(model, draft_vocab)
+def taught_eagle3(
+    model: CausalModel, draft_vocab: int | None = None, steps: int = 40, deep: bool = False
+) -> Eagle3Draft:
+    """An EAGLE-3 head after the same. `deep`: with a second layer, a window in the first, and the norms of 2026."""
+    draft = random_eagle3(model, draft_vocab, **(DEEP if deep else {}))
     ids_BT, states = _answers(model, draft.config.aux_layers)
     known = torch.isin(torch.arange(model.vocab_size), draft.draft_ids).nonzero()[:, 0]
     return _taught(draft, _two_steps(draft, model, ids_BT, states.aux_BTA, draft.logits, known), steps)

@@ -30,9 +30,63 @@ def test_the_family_decides_the_fields() -> None:
     assert isinstance(READ.validate_python({"family": "eagle3", "draft_vocabulary": 100}), Eagle3Settings)
     assert isinstance(READ.validate_python({"family": "eagle", "feature_noise": 0}), EagleSettings)
     assert isinstance(READ.validate_python({"family": "medusa", "blocks": 2}), MedusaSettings)
-    for family, field in (("eagle3", "layers"), ("eagle", "draft_vocabulary"), ("medusa", "draft_vocabulary")):
+    for family, field in (("eagle3", "blocks"), ("eagle", "draft_vocabulary"), ("medusa", "draft_vocabulary")):
         with pytest.raises(ValidationError, match=field):
             READ.validate_python({"family": family, field: 4})
+
+
+PORTABLE = {"fc_norm": False, "norm_before_fc": True, "norm_output": False, "norm_before_residual": False}
+
+
+@pytest.mark.parametrize(
+    ("fields", "differs"),
+    [
+        ({}, {}),
+        ({"serving_engines": ["llama.cpp", "sglang", "vllm"]}, {}),
+        ({"serving_engines": ["llama.cpp"]}, {"norm_before_residual": True}),
+        ({"serving_engines": ["vllm", "llama.cpp"]}, {"norm_before_residual": True}),
+        ({"serving_engines": ["vllm", "sglang"]}, {"fc_norm": True, "norm_before_fc": False, "norm_output": True}),
+        (
+            {"serving_engines": ["vllm"]},
+            {"fc_norm": True, "norm_before_fc": False, "norm_output": True, "norm_before_residual": True},
+        ),
+        (
+            {"serving_engines": ["vllm"], "norm_before_fc": True, "norm_before_residual": False},
+            {"norm_output": True},
+        ),
+        ({"serving_engines": ["sglang"], "fc_norm": False}, {"norm_output": True}),
+        ({"fc_norm": True}, {"fc_norm": True, "norm_before_fc": False}),
+        ({"norm_before_fc": False, "norm_output": True}, {"norm_before_fc": False, "norm_output": True}),
+    ],
+)
+def test_a_fresh_head_has_the_norms_that_its_engines_compute(fields: dict[str, Any], differs: dict[str, bool]) -> None:
+    assert Eagle3Settings(**fields).flags() == {**PORTABLE, **differs}
+
+
+@pytest.mark.parametrize(
+    ("engine", "fields", "message"),
+    [
+        ("sglang", {"norm_before_residual": True}, "norm_before_residual True: SGLang, of serving_engines, does not"),
+        ("llama.cpp", {"fc_norm": True}, r"fc_norm True: llama\.cpp, of serving_engines"),
+        ("llama.cpp", {"norm_output": True}, r"norm_output True: llama\.cpp"),
+        ("llama.cpp", {"layers": 2}, r"layers 2: llama\.cpp"),
+        ("llama.cpp", {"aux_layers": [1, 2]}, r"aux_layers \[1, 2\]: llama\.cpp"),
+        ("sglang", {"body": "qwen3"}, "body qwen3: SGLang"),
+        ("sglang", {"sliding_window": 512}, "sliding_window 512: SGLang"),
+        ("vllm", {"fc_norm": True, "norm_before_fc": True}, "norm_before_fc true: must be false where fc_norm is true"),
+    ],
+)
+def test_what_an_engine_does_not_compute_is_refused_by_its_name(engine: str, fields: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Eagle3Settings.model_validate({"serving_engines": ["vllm", engine], **fields})
+    assert engine == "vllm" or Eagle3Settings(**fields)
+
+
+def test_a_head_is_known_by_its_norms_and_not_by_the_engines_that_they_follow_from() -> None:
+    plain, named = Eagle3Settings(), Eagle3Settings(serving_engines=["sglang", "llama.cpp"])
+    assert plain.identity() == named.identity() and plain.fingerprint != Eagle3Settings(norm_output=True).fingerprint
+    warm = Eagle3Settings(init_from=Path("draft"))
+    assert warm.identity()["fc_norm"] is None and "norm_output" not in warm.identity()
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         """Compare a live teacher with a batch's stored signals. Raises StaleInputError where they differ."""
 
 
-def resolve_aux_layers(wanted: tuple[int, int, int] | None, total: int) -> tuple[int, int, int]:
+def resolve_aux_layers(wanted: tuple[int, ...] | None, total: int) -> tuple[int, ...]:
     """Indexes of the target layers that are read: those that the recipe names, or the default ones."""
     if wanted is None:
         return default_aux_layers(total)

@@ -1,4 +1,4 @@
-"""`eagle3`: one decoder layer on the target's features (EAGLE-3; Li et al. 2025, arXiv 2503.01840).
+"""`eagle3`: few decoder layers on the target's features (EAGLE-3; Li et al. 2025, arXiv 2503.01840), mostly one.
 
 The frozen target runs outside the engine; its head is the teacher. Step k reads what the draft itself made at step
 k - 1, as it will when it drafts (training-time test).
@@ -7,12 +7,14 @@ Shapes: B rows, T tokens, S steps ahead, N supervised positions, H hidden size, 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ...data.batches import Batch
 from ...data.store import Capture
 from ...specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from ...specdec.engine_features import FLAGS, NAMES, not_honoured
 from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from .. import vocabulary
@@ -38,7 +40,7 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
 
     @classmethod
     def start(cls, settings: Eagle3Settings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
-        """Fresh draft: one random layer under the target's head, which is cut to the draft's vocabulary."""
+        """Fresh draft: random layers under the target's head, which is cut to the draft's vocabulary."""
         # The vocabulary and the dimensions, then random weights by the seed; the target's tables take their place.
         target = load_target()
         capture.check_target(target)
@@ -51,9 +53,16 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
 
     @classmethod
     def incompatibility(cls, settings: Eagle3Settings, draft: Eagle3Draft, source: str) -> str | None:
-        """Compare feature norms, read layers, vocabulary, width and embeddings."""
-        if settings.fc_norm not in (None, draft.config.fc_norm):
-            return f"fc_norm = {settings.fc_norm}: {source} has {draft.config.fc_norm}"
+        """Compare norms, layers, read layers, vocabulary, width and embeddings; its engines must compute the draft."""
+        config = draft.config
+        has: dict[str, Any] = {flag: getattr(config, flag) for flag in FLAGS}
+        has |= {"layers": config.num_hidden_layers, "body": config.body, "sliding_window": config.sliding_window}
+        for name, value in has.items():
+            if (wanted := getattr(settings, name)) not in (None, value):
+                return f"{name} = {wanted}: {source} has {value}"
+        for engine in settings.serving_engines or ():
+            if (odd := not_honoured(engine, config)) is not None:
+                return f"serving_engines: {NAMES[engine]} does not compute {odd}, which {source} has"
         return head_incompatibility(settings, draft, source)
 
     @classmethod
@@ -91,11 +100,15 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
 
 
 def eagle3_config(settings: Eagle3Settings, target: CausalModel, draft_vocabulary: int) -> Eagle3Config:
-    """Configuration of a fresh draft: the target's dimensions, with one layer."""
+    """Configuration of a fresh draft: the target's dimensions, with the recipe's layers and norms."""
+    flags: dict[str, Any] = {**settings.flags()}
     return Eagle3Config(
         **layer_fields(target, settings.intermediate_size),
+        **flags,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocabulary,
         aux_layers=resolve_aux_layers(settings.aux_layers, target.num_layers),
-        fc_norm=bool(settings.fc_norm),
+        num_hidden_layers=settings.layers or 1,
+        body=settings.body or "llama",
+        sliding_window=settings.sliding_window,
     )

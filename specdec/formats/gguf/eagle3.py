@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ....errors import FormatError
 from ...drafts.eagle3 import Eagle3Config, Eagle3Draft
+from ...engine_features import not_honoured
 from .. import eagle3
 from ..llama import embedding_specs, validated
 from ..tensors import Spec
@@ -34,19 +35,22 @@ _NAMES = {
 }
 
 
+_INPUT_NORM = "enc.output_norm.weight"
+
+
 def write_eagle3(
     draft: Eagle3Draft, tokenizer: PreTrainedTokenizerBase, path: Path, hints: Mapping[str, Field] | None = None
 ) -> None:
     """Write an EAGLE-3 head. `tokenizer`: the target's, whose keys llama.cpp wants in both files. Raises FormatError
     for a head that llama.cpp cannot run as it was trained."""
-    # EAGLE-3.1's norms are refused: the architecture has no tensors or keys for them.
+    odd = not_honoured("llama.cpp", draft.config)
+    if odd is not None:
+        raise FormatError(f"format gguf: llama.cpp does not compute {odd}, with which the draft was made")
     config, weights = draft.config, draft.state_dict()
-    for flag in ("fc_norm", "norm_output"):
-        if getattr(config, flag):
-            raise FormatError(f"format gguf: {flag} true: llama.cpp has no place for it")
 
     # Tensors under GGUF's names; a reduced vocabulary adds d2t, Llama 3's scaling its factors.
     names, expected = _names(config, draft.embed_tokens is not None)
+    weights = {eagle3.file_name(name, eagle3.LAYER): tensor for name, tensor in weights.items()}
     tensors = {name: weights[source] for name, source in names.items()}
     if eagle3.reduced(config):
         tensors["d2t"] = draft.draft_ids
@@ -60,7 +64,7 @@ def write_eagle3(
         "eagle3.target_layers": list(config.aux_layers),
         "eagle3.target_hidden_size": config.target_hidden_size,
         "eagle3.norm_before_residual": config.norm_before_residual,
-        "eagle3.norm_before_fc": False,
+        "eagle3.norm_before_fc": config.norm_before_fc,
         **vocabulary_fields(tokenizer, config.vocab_size),
         **(hints or {}),
     }
@@ -69,12 +73,8 @@ def write_eagle3(
 
 def read_eagle3(path: Path) -> Eagle3Draft:
     """Load an EAGLE-3 head, in float32. Raises FormatError naming the key or tensor that is wrong."""
-    # A variant that we do not compute.
-    content = open_gguf(path, "eagle3")
-    if content.fields.get("eagle3.norm_before_fc"):
-        raise FormatError(f"{path}: eagle3.norm_before_fc true: only false is supported")
-
     # The config, part of it from the tensors: d2t's length is the draft vocabulary.
+    content = open_gguf(path, "eagle3")
     fields, tensors = read_dimensions(content, path), dict(content.tensors)
     vocabulary, draft_ids = fields["vocab_size"], tensors.get("d2t")
     fields |= {
@@ -83,6 +83,7 @@ def read_eagle3(path: Path) -> Eagle3Draft:
         "draft_vocab_size": vocabulary if draft_ids is None else len(draft_ids),
         "aux_layers": content.get(path, "eagle3.target_layers", list),
         "norm_before_residual": content.get(path, "eagle3.norm_before_residual", bool, False),
+        "norm_before_fc": content.get(path, "eagle3.norm_before_fc", bool, False),
     }
 
     # The exact set of tensors, q and k back in transformers' order of rows.
@@ -96,13 +97,15 @@ def read_eagle3(path: Path) -> Eagle3Draft:
     if ids is not None:
         eagle3.check_draft_ids(path, ids, vocabulary)
     draft = Eagle3Draft(config, ids, own_embeddings=own)
-    draft.load_state_dict(draft.state_dict() | {names[name]: tensor for name, tensor in tensors.items()})
+    ours = {eagle3.file_name(name, eagle3.LAYER): name for name in draft.state_dict()}
+    draft.load_state_dict(draft.state_dict() | {ours[names[name]]: tensor for name, tensor in tensors.items()})
     return draft.eval()
 
 
 def _names(config: Eagle3Config, own_embeddings: bool) -> tuple[dict[str, str], dict[str, Spec]]:
     """Names of every weight, GGUF's -> the checkpoint's; and specs of all tensors, by GGUF's name."""
-    names, specs = dict(_NAMES), {**eagle3.tensor_specs(config, eagle3.LAYER), **embedding_specs(config)}
+    names = _NAMES | ({_INPUT_NORM: "input_norm.weight"} if config.norm_before_fc else {})
+    specs = {**eagle3.tensor_specs(config, eagle3.LAYER), **embedding_specs(config)}
     if own_embeddings:
         names["token_embd.weight"] = "embed_tokens.weight"
     expected = {name: specs[source] for name, source in names.items()}

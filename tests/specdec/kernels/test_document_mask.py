@@ -6,7 +6,7 @@ from families import SUPPORTED, tiny
 from torch import Tensor
 
 from draftforge.specdec.drafts import layers
-from draftforge.specdec.drafts.layers import _merged_columns, attend_columns
+from draftforge.specdec.drafts.layers import attend_columns
 from draftforge.specdec.kernels.attention import attention_within
 from draftforge.specdec.kernels.document_mask import PADDING, Documents, QueryMask, flex
 from draftforge.specdec.models import CausalModel
@@ -77,16 +77,21 @@ def test_flex_attention_equals_the_dense_mask(window: int | None, softcap: float
     torch.testing.assert_close(flexed, plain, atol=1e-5, rtol=1e-5)
 
 
-def with_normaliser(query: Tensor, key: Tensor, value: Tensor, sight: QueryMask) -> tuple[Tensor, Tensor]:
+def with_normaliser(
+    query: Tensor, key: Tensor, value: Tensor, sight: QueryMask, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     repeats = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * query.shape[-1] ** -0.5
-    lse = scores.masked_fill(~sight.dense()[:, None], float("-inf")).logsumexp(-1)
-    weights = torch.where(sight.dense()[:, None], (scores - lse[..., None]).exp(), 0)
+    scores, seen = (
+        query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * query.shape[-1] ** -0.5,
+        sight.dense(window),
+    )
+    lse = scores.masked_fill(~seen[:, None], float("-inf")).logsumexp(-1)
+    weights = torch.where(seen[:, None], (scores - lse[..., None]).exp(), 0)
     return weights @ value.repeat_interleave(repeats, 1), lse
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_joined_columns_equal_one_softmax(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("steps", "window"), [(1, None), (3, None), (1, 30), (3, 30), (3, 3), (4, 2)])
+def test_joined_columns_equal_one_softmax(steps: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training-time test: values and gradients. FlexAttention has no gradient on a CPU, so a plain one stands in."""
     documents = packed()
     trained = some_queries(documents)
@@ -98,18 +103,23 @@ def test_joined_columns_equal_one_softmax(steps: int, monkeypatch: pytest.Monkey
     for tensor in inputs:
         tensor.requires_grad_()
     keys, values = [inputs[1], *inputs[3::2]], [inputs[2], *inputs[4::2]]
-    plain = attend_columns(inputs[0], keys, values, trained)
+    true_window = None if window is None else window - steps + 1
+    plain = attend_columns(inputs[0], keys, values, trained, window)
     with torch.no_grad():
         query, key, value = (tensor.detach() for tensor in inputs[:3])
         _, lse = flex(query, key, value, trained.blocks(), with_lse=True)
         assert lse is not None
         torch.testing.assert_close(lse, with_normaliser(query, key, value, trained)[1], atol=1e-5, rtol=1e-5)
-    monkeypatch.setattr(layers, "flex", lambda q, k, v, blocks, with_lse: with_normaliser(q, k, v, trained))
-    joined = _merged_columns(inputs[0], keys, values, trained)
+    monkeypatch.setattr(
+        layers, "flex", lambda q, k, v, blocks, with_lse: with_normaliser(q, k, v, trained, true_window)
+    )
+    monkeypatch.setattr(layers, "_dense_columns", layers._merged_columns)
+    joined = attend_columns(inputs[0], keys, values, trained, window)
     torch.testing.assert_close(joined, plain, atol=1e-5, rtol=1e-5)
     weight = torch.randn_like(plain)
     for ours, theirs in zip(
-        torch.autograd.grad((joined * weight).sum(), inputs), torch.autograd.grad((plain * weight).sum(), inputs)
+        *(torch.autograd.grad((one * weight).sum(), inputs, materialize_grads=True) for one in (joined, plain)),
+        strict=True,
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 

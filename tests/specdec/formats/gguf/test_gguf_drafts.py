@@ -220,7 +220,7 @@ def test_what_is_no_draft_is_refused_by_name(tokenizer: PreTrainedTokenizerFast,
         write_draft(heads.eagle(), tmp_path, "gguf", tokenizer=tokenizer)
     with pytest.raises(InputError, match="format gguf: holds the target's tokenizer; give it"):
         write_draft(head(), tmp_path, "gguf")
-    with pytest.raises(FormatError, match=r"format gguf: fc_norm true: llama\.cpp has no place for it"):
+    with pytest.raises(FormatError, match=r"format gguf: llama\.cpp does not compute fc_norm True"):
         write_draft(head(fc_norm=True), tmp_path, "gguf", tokenizer=tokenizer)
     assert not list(tmp_path.iterdir())
     with pytest.raises(MissingFileError, match=r"nowhere\.gguf: no such file"):

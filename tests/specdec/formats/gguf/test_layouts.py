@@ -206,12 +206,24 @@ def test_values_that_are_not_finite_are_refused_and_nothing_stays(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("flag", ["fc_norm", "norm_output"])
+@pytest.mark.parametrize(
+    ("fields", "odd"),
+    [
+        ({"fc_norm": True}, "fc_norm True"),
+        ({"norm_output": True}, "norm_output True"),
+        ({"body": "qwen3"}, "body qwen3"),
+        ({"num_hidden_layers": 2}, "layers 2"),
+        ({"sliding_window": 9}, "sliding_window 9"),
+        ({"attention_bias": True}, "attention_bias True"),
+        ({"fc_bias": True}, "fc_bias True"),
+        ({"aux_layers": (1, 2)}, r"aux_layers \[1, 2\]"),
+    ],
+)
 def test_a_head_that_llamacpp_cannot_run_is_refused(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, flag: str
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any], odd: str
 ) -> None:
-    draft = Eagle3Draft(head().config.model_copy(update={flag: True}), head().draft_ids)
-    with pytest.raises(FormatError, match=rf"format gguf: {flag} true: llama\.cpp has no place for it"):
+    draft = Eagle3Draft(head().config.model_copy(update=fields), head().draft_ids)
+    with pytest.raises(FormatError, match=rf"format gguf: llama\.cpp does not compute {odd}, with which the draft was"):
         write_eagle3(draft, tokenizer, tmp_path / "draft.gguf")
 
 
@@ -232,8 +244,8 @@ def test_a_tokenizer_that_llamacpp_would_read_otherwise_is_refused(
         (lambda c: c.tensors.update({"fc.weight": torch.zeros(2, 2)}), r"fc.weight has shape \(2, 2\), must be"),
         (lambda c: c.tensors["d2t"].add_(1000), "d2t points outside the vocabulary of 283"),
         (lambda c: c.fields.pop("eagle3.target_layers"), "key eagle3.target_layers is missing"),
-        (lambda c: c.fields.update({"eagle3.target_layers": [1, 2]}), "aux_layers"),
-        (lambda c: c.fields.update({"eagle3.norm_before_fc": True}), "norm_before_fc true: only false"),
+        (lambda c: c.fields.update({"eagle3.target_layers": [1, 2]}), "fc.weight has shape"),
+        (lambda c: c.fields.update({"eagle3.norm_before_fc": True}), "tensor enc.output_norm.weight is missing"),
         (lambda c: c.fields.update({"eagle3.block_count": "1", "eagle3.context_length": "9"}), "must be of type int"),
     ],
 )
