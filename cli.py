@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 import typer
 
 from . import __version__
-from .errors import DraftforgeError, InputError, MissingFileError, RecipeError, StoppedError
+from .errors import COMMAND, DraftforgeError, InputError, MissingFileError, RecipeError, StoppedError
 from .masking import masked
 from .pipeline.cli_options import (
     BenchOptions,
@@ -514,13 +514,12 @@ def recipe_schema() -> None:
 def main(args: list[str] | None = None) -> None:
     """Entry point: errors become one line on standard error and an exit code."""
     _quiet_libraries()
+    COMMAND.set(("draftforge", *(sys.argv[1:] if args is None else args)))
     try:
         with _sigterm_unwinds():
             code = app(args=args, prog_name="draftforge", standalone_mode=False)
-    except DraftforgeError as error:
+    except (DraftforgeError, StoppedError) as error:
         _fail(error, str(error), error.exit_code)
-    except StoppedError as error:
-        _fail(error, str(error), 143)
     except KeyboardInterrupt as error:
         _fail(error, "interrupted", 130)
     except Exception as error:

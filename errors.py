@@ -6,6 +6,10 @@ Each class also inherits the standard type it refines, so callers may catch eith
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+
+COMMAND: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
+"""The command that this process runs, for lines that say how to go on; empty: it was not started by a command line."""
 
 
 class DraftforgeError(Exception):
@@ -128,6 +132,8 @@ class LockedError(DraftforgeError, TimeoutError):
 
 class StoppedError(BaseException):
     """SIGTERM: like KeyboardInterrupt, nothing but the way out may catch it."""
+
+    exit_code = 143
 
 
 class OwnershipError(DraftforgeError, PermissionError):

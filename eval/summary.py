@@ -378,6 +378,26 @@ def decision_summary(scores: Record, promotion: Record | None) -> Decision:
     )
 
 
+def run_description(
+    recipe: str, target: str, drafts: Mapping[str, str], mix: Record | None, head: Decision | None
+) -> str:
+    """Description of a run, Markdown: target, drafts, data, and the result once there is one.
+
+    `drafts`: family and steps of each, by name. `mix`: the mix's manifest.
+    """
+    lines = [f"Drafts for **{target}**, by recipe {recipe}.", ""]
+    lines.append("- Drafts: " + ", ".join(f"{name} ({how})" for name, how in drafts.items()))
+    if mix is not None:
+        splits: Mapping[str, Mapping[str, int]] = mix["conversations"]
+        sizes = ", ".join(f"{sum(counts.values()):,} {split}" for split, counts in splits.items())
+        domains = sorted({domain for counts in splits.values() for domain in counts})
+        lines.append(f"- Data: conversations of {joined(domains)}: {sizes}")
+    if head is None:
+        return "\n".join([*lines, "- Result: none yet"])
+    lines.append(f"- Result: **{head.title}.** {head.paragraph}")
+    return "\n".join([*lines, *(f"    - {reason}" for reason in head.reasons)])
+
+
 def _worth(row: Record, chosen: Record, where: str) -> str:
     """Sentences on a draft's tau and speed-up, and whether it pays. `where`: the opening words."""
     # The figures first; the verdict needs a known break-even and an interval on one side of 1.

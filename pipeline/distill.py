@@ -15,16 +15,18 @@ from ..data.capture.reuse import save_answers
 from ..data.mix import load_mix
 from ..data.store import Capture
 from ..errors import InputError, MissingFileError
-from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe
+from ..registry.connect import how_to_look
 from ..registry.gate import Decision
 from ..registry.lineage import Version
 from ..registry.tracking import TrackedRun, find_run, start_run
+from ..registry.versions import TARGET_NAME_TAG, TARGET_TAG
+from ..train.loop import figures_on_disk
 from ..train.throughput import NoSink
 from .export import show_serving
 from .promotion import REFUSED, check_promotion, follow_champion, promote_stage
-from .report import log_report, write_report
+from .report import log_report, log_result, write_report
 from .scoring import Scored, check_score, score_foreign, score_stage
 from .stages import (
     Stage,
@@ -156,6 +158,7 @@ def promote(recipe: Recipe) -> Outcome | None:
         with start_run(space.tracking, recipe.name, identity, run_id=find_run(space.tracking, identity)) as run:
             version, decision = promote_stage(stages, run.id, scored)
             log_report(space, scored.stage.folder, run)
+            log_result(stages, run, scored.stage.folder)
         follow_champion(space)
         show_serving(space, scored)
     return Outcome(scored, version, decision)
@@ -204,7 +207,7 @@ def distill(
         follow_champion(space)
     # 3) Say how long it took, and where its figures are.
     seconds = time.monotonic() - started
-    say(f"distilled in {seconds:.0f} s; to look at it: mlflow ui --backend-store-uri {masked(tracking.uri)}")
+    say(f"distilled in {seconds:.0f} s; to look at it: {how_to_look(tracking, run.id)}")
     show_serving(space, outcome.scored)
     return outcome
 
@@ -212,10 +215,11 @@ def distill(
 def _tracked(stages: Stages, run: TrackedRun, start: Start | None) -> Outcome:
     """Run the stages after the mix inside an MLflow run, which logs parameters, inputs, losses, scores and files."""
     space, drafts = stages.space, stages.recipe.drafts
-    # What is known before the work: an interrupted run shows it too.
+    # What is known before the work: an interrupted run shows it too. Figures that people look for first are first.
+    log_result(stages, run)
     run.log_params(space.recipe.public())
     run.log_json(space.recipe.public(), "recipe.json")
-    run.set_tags({"draftforge.target": space.target_fingerprint})
+    run.set_tags({TARGET_NAME_TAG: space.target_name, TARGET_TAG: space.target_fingerprint})
     # The stages; an error carries the name of the one that it passes through.
     with in_stage("capture"):
         captured = capture_stage(stages)
@@ -223,23 +227,35 @@ def _tracked(stages: Stages, run: TrackedRun, start: Start | None) -> Outcome:
         run.log_input("capture", captured.folder, captured.fingerprint)
     with in_stage("train"):
         prepare_drafts(stages)
-        trained = {name: train_stage(stages, name, run.sink(name)) for name in drafts}
+        trained = {name: _train(stages, name, run) for name in drafts}
     with in_stage("score"):
         scored = score_stage(stages, drafts, start)
         assert scored is not None
         _log_scores(run, scored, trained)
+        log_result(stages, run, scored.stage.folder)
     with in_stage("promote"):
         version, decision = promote_stage(stages, run.id, scored)
         log_report(space, scored.stage.folder, run)
+        log_result(stages, run, scored.stage.folder)
     run.set_tags({"draftforge.version": version.reference, "draftforge.promoted": str(decision.promote).lower()})
     return Outcome(scored, version, decision)
+
+
+def _train(stages: Stages, name: str, run: TrackedRun) -> Stage:
+    """Train one draft; its figures go to the run, those of earlier attempts too."""
+    # What is on disk already may have missed the run: it was killed before it was sent, the server was away, or the
+    # training belongs to no run (`draftforge train`).
+    sink = run.sink(f"train/{name}")
+    sink.log_rows(figures_on_disk(stages.training(name).folder))
+    return train_stage(stages, name, sink)
 
 
 def _log_scores(run: TrackedRun, scored: Scored, trained: dict[str, Stage]) -> None:
     """Log the figures of every checkpoint at its step, the counts they come from, and the checkpoints themselves."""
     # Figures by step draw curves in MLflow; the records hold them with intervals.
     for row in scored.rows:
-        run.sink(f"{row.draft}.score").log(row.step, row.metrics())
+        run.sink(f"score/{row.draft}").log(row.step, row.metrics())
+    run.flush()
     run.log_file(scored.counts_file)
     run.log_json([row.record() for row in scored.rows], "leaderboard.json")
     run.log_json([row.record() for row in scored.domains], "domains.json")

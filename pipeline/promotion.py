@@ -185,7 +185,7 @@ def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, row: 
     parent = start.version if start is not None and row.draft in start.drafts else None
     lineage = Lineage(
         target_fingerprint=space.target_fingerprint,
-        target_name=Path(recipe.target.model).name,
+        target_name=space.target_name,
         target_files={name: fingerprint.short(digest) for name, digest in space.target_files.items()},
         tokenizer_digest=meta.tokenizer_digest,
         mix_fingerprint=stages.mix.fingerprint,

@@ -13,6 +13,7 @@ from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..errors import CorruptDataError, DraftforgeError, MissingFileError
 from ..eval.report.page import Link, ReportRecords, report_page
+from ..eval.summary import decision_summary, run_description
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.lineage import git_commit
@@ -23,6 +24,9 @@ from .stages import Stages
 from .workspace import Workspace
 
 REPORT_FILE = "report.html"
+RESULT_STEPS = {"plain": 0, "selection": 1, "holdout": 2}
+"""Step of a run's figures `result/…` by what they are of: plain decoding before any score, then the draft of the
+decision on one split and on the other."""
 
 
 def report(recipe: Recipe, out: Path | None) -> None:
@@ -63,6 +67,25 @@ def log_report(space: Workspace, scored: Path, run: TrackedRun) -> None:
         run.log_file(path)
 
 
+def log_result(stages: Stages, run: TrackedRun, scored: Path | None = None) -> None:
+    """Log tau, speed-up and K of a run, and its description in words. `scored`: its score folder, once there is one."""
+    # 1) What is known of it so far; before a score, what is served is plain decoding.
+    space, head, name = stages.space, None, "plain"
+    result: tuple[float | None, float | None, int] = 1.0, 1.0, 0
+    if scored is not None:
+        head = decision_summary(storage.read_object(scored / SCORES_FILE), _optional(scored / PROMOTION_FILE))
+        if head.row is not None:
+            name, row = head.split, head.row
+            result = row["tau"]["value"], row["speedup"]["value"], row["draft_tokens"]
+    # 2) Figures, then words. An unknown number has no figure.
+    tau, speedup, draft_tokens = result
+    if tau is not None and speedup is not None:
+        run.log_result(RESULT_STEPS[name], tau, speedup, draft_tokens)
+    drafts = {name: f"{draft.family}, {draft.steps} steps" for name, draft in space.recipe.drafts.items()}
+    mix = _optional(stages.mix.folder / MIX_MANIFEST)
+    run.describe(run_description(space.recipe.name, space.target_name, drafts, mix, head))
+
+
 def find_scored(space: Workspace) -> Path:
     """Score folder of the recipe; else the newest one of the work folder, which a line says.
 
@@ -98,7 +121,7 @@ def _records(space: Workspace, scored: Path) -> ReportRecords:
     made = (promotion or {}).get("at") or scores.get("at") or time.time()
     return ReportRecords(
         name=space.recipe.name,
-        target=Path(space.recipe.target.model).name,
+        target=space.target_name,
         scores=scores,
         promotion=promotion,
         mix=mix,

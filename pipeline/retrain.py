@@ -141,7 +141,8 @@ def _write_fresh_champion(space: Workspace) -> None:
     So that monitoring knows of a promotion even where something after it failed.
     """
     now = None
-    with suppress(TrackingError):  # a store that is down hides no other error
+    # A store that is down neither hides nor delays another error.
+    with suppress(TrackingError), quick_requests(space.recipe.registry.connect_seconds):
         now = champion(space.tracking, space.target_fingerprint)
     if now is not None and storage.read_object(space.root / STALENESS_FILE).get("champion") != now.reference:
         _write_staleness(space, {"champion": now.reference, "stale": False, "causes": []})

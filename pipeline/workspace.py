@@ -364,6 +364,11 @@ class Workspace:
             storage.write_json(self.root / TARGETS_FILE, {**known, key: found})
         return found
 
+    @property
+    def target_name(self) -> str:
+        """Name of the target, for people: the last part of the recipe's path or address."""
+        return Path(self.recipe.target.model).name
+
     @cached_property
     def target_files(self) -> dict[str, str]:
         """Digests of the files that make up the target, by name; empty: the target is gone."""

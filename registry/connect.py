@@ -5,6 +5,7 @@ A store that cannot be reached is one TrackingError within seconds; MLflow alone
 
 import os
 import re
+import shlex
 import socket
 import tempfile
 import threading
@@ -18,6 +19,7 @@ from typing import TypeVar
 import requests
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from mlflow.utils.rest_utils import http_request
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import NullPool, create_engine
 from sqlalchemy.engine import make_url
@@ -29,6 +31,8 @@ from ..fingerprint import of_bytes, short
 from ..masking import masked
 
 DATABASE_NAME = "mlflow.db"
+KIND_TAG, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
+"""Tag of an experiment, and its value by which MLflow's pages file it under model training and open its runs."""
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 T = TypeVar("T")
 
@@ -47,6 +51,8 @@ class RegistrySettings(BaseModel):
     """First part of every registered model's name; the target's 12 hex digits follow."""
     connect_seconds: float = Field(default=8.0, gt=0)
     """Seconds in which a server must answer at the start, or the run is refused."""
+    notice_seconds: float = Field(default=30.0, gt=0)
+    """Seconds within which a run says that its server no longer answers; the work goes on meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,59 @@ def open_tracking(settings: RegistrySettings, home: Path) -> Tracking:
     with storage.lock(locks / "mlflow.open.lock", timeout_seconds=120, what="a process that opens the same store"):
         client, experiment_id = _connect(settings, uri, database)
     return Tracking(uri, client, experiment_id, settings, locks)
+
+
+def unreachable(tracking: Tracking, seconds: float) -> str | None:
+    """Reason why the store does not answer a request within `seconds`; None: it does, or is a file.
+
+    MLflow's environment variables are left alone, so that it may be asked from a thread.
+    """
+    scheme = urllib.parse.urlsplit(tracking.uri).scheme.split("+")[0]
+
+    def ask() -> None:
+        if scheme in _DATABASE_PORTS:
+            _probe_database(tracking.uri, scheme, seconds)
+            return
+        # A request that its database answers: a server whose database is gone is as good as gone.
+        place = f"/api/2.0/mlflow/experiments/get?experiment_id={tracking.experiment_id}"
+        access = tracking.client._tracking_client.store.get_host_creds()
+        answer = http_request(  # type: ignore[no-untyped-call]
+            access, place, "GET", max_retries=0, timeout=seconds, raise_on_status=False
+        )
+        if answer.status_code >= 500:
+            raise ConnectionError(f"it answers {answer.status_code}")
+
+    if not watched(tracking):
+        return None
+    try:
+        _with_timeout(seconds, ask)
+    except (MlflowException, SQLAlchemyError, requests.RequestException, OSError) as error:
+        return _reason(error, tracking.uri)
+    return None
+
+
+def watched(tracking: Tracking) -> bool:
+    """Whether the store can go away while a run is open: a server or its database, not a file."""
+    scheme = urllib.parse.urlsplit(tracking.uri).scheme.split("+")[0]
+    return scheme in _DATABASE_PORTS or scheme in ("http", "https")
+
+
+def how_to_look(tracking: Tracking, run_id: str) -> str:
+    """Command, or address, that shows a run in MLflow's pages."""
+    page = f"#/experiments/{tracking.experiment_id}/runs/{run_id}"
+    parts = urllib.parse.urlsplit(tracking.uri)
+    # A server has the page itself; an address for people holds no password.
+    if parts.scheme in ("http", "https"):
+        place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+        return f"{place}/{page}"
+    # A database needs a server over it. What is printed is the command itself, unless that would show a password.
+    if _sqlite_file(tracking.uri) is None and parts.scheme.split("+")[0] not in _DATABASE_PORTS:
+        return f"run {run_id} in {masked(tracking.uri)}"
+    store = shlex.quote(tracking.uri)
+    if masked(tracking.uri) != tracking.uri:
+        known = tracking.uri == os.environ.get("MLFLOW_TRACKING_URI")
+        store = '"$MLFLOW_TRACKING_URI"' if known else f"{masked(tracking.uri)} (with user and password for ***)"
+    return f"mlflow ui --backend-store-uri {store}, then http://127.0.0.1:5000/{page}"
 
 
 def resolve_uri(settings: RegistrySettings, home: Path) -> str:
@@ -165,7 +224,7 @@ def _experiment(client: MlflowClient, name: str, database: Path | None) -> str:
     if found is None:
         beside = None if database is None else database.with_name(f"{database.stem}-artifacts").as_uri()
         try:
-            return str(client.create_experiment(name, artifact_location=beside))
+            return str(client.create_experiment(name, artifact_location=beside, tags={KIND_TAG: MODEL_TRAINING}))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

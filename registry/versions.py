@@ -113,7 +113,8 @@ def register_version(
         if version is None:
             if same:
                 say(f"{same[-1].reference}: its files are gone from the registry: the draft is registered again")
-            to = f"drafts/{short(lineage.content)}" + (f"-{len(same) + 1}" if same else "")  # apart from remains
+            to = f"drafts/{lineage.family}-{lineage.step:06d}-{short(lineage.content)}"
+            to += f"-{len(same) + 1}" if same else ""  # apart from remains
             version = _upload(tracking, run_id, folder, to, lineage, clusters, target)
         # 3) What is champion already is no candidate.
         if aliases(tracking, name).get(CHAMPION) != version.number:
@@ -125,7 +126,8 @@ def _ensure_model(tracking: Tracking, name: str, lineage: Lineage) -> None:
     # One model a target. An existing one is shared, unless its 12 hex digits are those of another target.
     tags = {TARGET_TAG: lineage.target_fingerprint, TARGET_NAME_TAG: lineage.target_name}
     try:
-        tracking.client.create_registered_model(name, tags=tags)
+        words = f"Drafts for {lineage.target_name}, target {short(lineage.target_fingerprint)}"
+        tracking.client.create_registered_model(name, tags=tags, description=words)
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
@@ -195,7 +197,10 @@ def _upload(
         "draftforge.step": str(lineage.step),
     }
     source: str = append_to_uri_path(client.get_run(run_id).info.artifact_uri, to)  # type: ignore[no-untyped-call]
-    return as_version(client.create_model_version(name, source, run_id=run_id, tags=tags))
+    plan = lineage.plan
+    how = "" if plan is None else f", tree {plan.tree_name}" if plan.tree_name else f", K = {plan.draft_tokens}"
+    words = f"{lineage.family} for {lineage.target_name}, step {lineage.step}{how}"
+    return as_version(client.create_model_version(name, source, run_id=run_id, tags=tags, description=words))
 
 
 def aliases(tracking: Tracking, name: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -134,6 +134,11 @@ def train(
 
         # 6) loop
         return trainer.loop()
+
+
+def figures_on_disk(folder: Path) -> list[dict[str, Any]]:
+    """Figures that a training has left in its folder: rows of losses, then of scores, each with its `step`."""
+    return [row for name in (METRICS_FILE, SCORES_FILE) for row in MetricLog(folder / name).read()]
 
 
 def wants_deepspeed(settings: Settings) -> bool:

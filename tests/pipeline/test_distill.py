@@ -7,6 +7,7 @@ import pytest
 from distilled import Distilled
 
 from draftforge.cli import main
+from draftforge.data.mix import load_manifest
 from draftforge.errors import InputError
 from draftforge.eval.acceptance import Estimate
 from draftforge.eval.draft_configs import DraftConfig
@@ -16,6 +17,7 @@ from draftforge.pipeline.export import verifier_of
 from draftforge.pipeline.retrain import retrain_champion
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
+from draftforge.registry.champion_alias import judged_figures
 from draftforge.registry.versions import champion
 from draftforge.specdec.proposers.training_free import LOOKUP
 from draftforge.specdec.serving_plan import FoundPlan, find_plan
@@ -37,13 +39,33 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     assert now.lineage.plan.draft_tokens == outcome.scored.chosen.config.levels
     run = space.tracking.client.get_run(now.run_id)
     assert run.info.status == "FINISHED" and run.inputs is not None
-    assert {one.dataset.name.split("-")[0] for one in run.inputs.dataset_inputs} == {"mix", "capture"}
-    tau = space.tracking.client.get_metric_history(now.run_id, "small.score/tau")
+    assert {one.dataset.name for one in run.inputs.dataset_inputs} == {"mix of tiny", "capture of tiny"}
+    tau = space.tracking.client.get_metric_history(now.run_id, "score/small/tau")
     assert [point.step for point in tau] == [2, 4]
-    assert space.tracking.client.get_metric_history(now.run_id, "small/loss")
+    assert [point.step for point in space.tracking.client.get_metric_history(now.run_id, "train/small/loss")]
     assert "lookup" in table and "plain" in table and "chosen" in table
     serve = next(line for line in table.splitlines() if line.startswith(f"vllm serve {recipe_target(recipe)} "))
     assert f'"num_speculative_tokens": {now.lineage.plan.chain_tokens}' in serve and str(space.root / "models") in serve
+
+    # What a reader sees first: the figures of the decision, and what it is about, in words.
+    results = {key: space.tracking.client.get_metric_history(now.run_id, f"result/{key}") for key in ("tau", "K")}
+    assert [(point.step, point.value) for point in results["tau"]][::2] == [
+        (0, 1.0),
+        (2, pytest.approx(judged_figures(space.tracking, now)[0], abs=1e-4)),
+    ]
+    assert [point.value for point in results["K"]] == [0, *[outcome.scored.chosen.config.levels] * 2]
+    assert list(run.data.metrics)[:3] == ["result/tau", "result/speedup", "result/K"]
+    lines = run.data.tags["mlflow.note.content"].splitlines()
+    assert lines[0] == f"Drafts for **{space.target_name}**, by recipe tiny."
+    sizes = load_manifest(space.folder("mix", now.lineage.mix_fingerprint))["conversations"]
+    told = ", ".join(f"{sum(counts.values())} {split}" for split, counts in sizes.items())
+    assert lines[2:4] == [
+        "- Drafts: small (small, 4 steps), eagle3 (eagle3, 4 steps)",
+        f"- Data: conversations of code and support: {told}",
+    ]
+    assert lines[4].startswith(f"- Result: **{now.reference} is the champion")
+    assert [line.removeprefix("    - ") for line in lines[5:]] == outcome.decision.reasons
+    assert run.data.tags["draftforge.target_name"] == space.target_name
 
     monkeypatch.setattr(stages, "build_mix", refuse)
     monkeypatch.setattr(stages, "capture", refuse)

@@ -1,5 +1,6 @@
 """Reaching the store: where it is, how fast it says no, and what it never prints or leaves behind."""
 
+import dataclasses
 import os
 import socket
 import sqlite3
@@ -7,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from mlflow.exceptions import MlflowException
@@ -19,10 +21,13 @@ from draftforge.registry import connect
 from draftforge.registry.connect import (
     RegistrySettings,
     Tracking,
+    how_to_look,
     mlflow_errors,
     open_tracking,
     quick_requests,
     resolve_uri,
+    unreachable,
+    watched,
 )
 
 
@@ -140,6 +145,70 @@ def test_lock_folder_moves_when_the_cache_cannot_be_written(tmp_path: Path, monk
     assert connect._lock_folder("http://x", None).is_relative_to(tmp_path / f"draftforge-{os.getuid()}")
     with pytest.raises(TrackingError, match="cannot be made"):
         connect._lock_folder("sqlite:///x", tmp_path / "file" / "mlflow.db")
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        (
+            "sqlite:////a/mlflow.db",
+            "mlflow ui --backend-store-uri sqlite:////a/mlflow.db, then http://127.0.0.1:5000/{}",
+        ),
+        ("sqlite:////a b/x.db", "mlflow ui --backend-store-uri 'sqlite:////a b/x.db', then http://127.0.0.1:5000/{}"),
+        ("http://host:5000", "http://host:5000/{}"),
+        ("https://me:secret@host/mlflow/", "https://host/mlflow/{}"),
+        (
+            "postgresql+psycopg://h/d",
+            "mlflow ui --backend-store-uri postgresql+psycopg://h/d, then http://127.0.0.1:5000/{}",
+        ),
+        (
+            "postgresql+psycopg://me:secret@h/d",
+            "mlflow ui --backend-store-uri postgresql+psycopg://***@h/d (with user and password for ***), "
+            "then http://127.0.0.1:5000/{}",
+        ),
+        ("databricks", "run r1 in databricks"),
+    ],
+)
+def test_the_way_to_look_at_a_run(shared_tracking: Tracking, uri: str, shown: str) -> None:
+    store = dataclasses.replace(shared_tracking, uri=uri, experiment_id="7")
+    assert how_to_look(store, "r1") == shown.format("#/experiments/7/runs/r1")
+
+
+def test_an_address_of_the_environment_is_named_and_not_shown(
+    shared_tracking: Tracking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = "postgresql+psycopg://me:secret@h/d"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    shown = how_to_look(dataclasses.replace(shared_tracking, uri=uri), "r1")
+    assert shown.startswith('mlflow ui --backend-store-uri "$MLFLOW_TRACKING_URI", then ')
+
+
+def server_at(tracking: Tracking, port: int, scheme: str = "http") -> Tracking:
+    uri = f"{scheme}://me:secret@127.0.0.1:{port}/x"
+    client = MlflowClient(tracking_uri=uri) if scheme == "http" else tracking.client
+    return dataclasses.replace(tracking, uri=uri, client=client)
+
+
+@pytest.mark.parametrize("scheme", ["http", "postgresql"])
+def test_a_server_that_is_gone_is_seen_at_once(shared_tracking: Tracking, scheme: str) -> None:
+    assert unreachable(server_at(shared_tracking, closed_port(), scheme), 60) == "connection refused"
+
+
+def test_a_server_that_is_silent_is_seen_in_time(shared_tracking: Tracking, silent_port: int) -> None:
+    found = unreachable(server_at(shared_tracking, silent_port), 0.5)
+    assert found is not None and ("timed out" in found or "no answer within 0.5 s" in found)
+
+
+@pytest.mark.parametrize(("code", "words"), [(200, None), (401, None), (404, None), (503, "it answers 503")])
+def test_a_server_is_there_unless_it_says_that_it_cannot(
+    shared_tracking: Tracking, monkeypatch: pytest.MonkeyPatch, code: int, words: str | None
+) -> None:
+    monkeypatch.setattr(connect, "http_request", lambda *_, **__: SimpleNamespace(status_code=code))
+    assert unreachable(server_at(shared_tracking, 1), 60) == words
+
+
+def test_a_file_is_always_there(shared_tracking: Tracking) -> None:
+    assert unreachable(shared_tracking, 0.001) is None and not watched(shared_tracking)
 
 
 def test_quick_requests_restores_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

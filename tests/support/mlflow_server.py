@@ -16,9 +16,12 @@ SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "mlflow_ser
 
 
 @contextmanager
-def mlflow_server(store: str, folder: Path) -> Iterator[str]:
-    """The address of a server over this database, that keeps its artifacts in `folder`."""
-    port = free_port()
+def mlflow_server(store: str, folder: Path, port: int | None = None) -> Iterator[str]:
+    """The address of a server over this database, that keeps its artifacts in `folder`; it is killed in the end.
+
+    `port`: where another one was, to be the same server started again.
+    """
+    port = port or free_port()
     env = os.environ | {"MLFLOW_BACKEND_STORE_URI": store, "PYTHON": sys.executable, "MLFLOW_WORKERS": "1"}
     env.pop("MLFLOW_TRACKING_URI", None)
     with (folder / "log").open("wb") as log:
