@@ -36,7 +36,7 @@ from draftforge.train.throughput import MetricLog, NoSink
 
 RECIPE = Path(__file__).parents[1] / "configs/smollm2-bench.yaml"
 _HELD = 200  # conversations of a holdout file
-_UNTIMED_STEPS = 3  # allocation, compilation
+UNTIMED_STEPS = 3  # allocation, compilation
 app = typer.Typer(add_completion=False)
 
 
@@ -61,8 +61,8 @@ def main(
     training = list(prompts or [])
     if self_prompts:
         training.append(sample_prompts(settings.target, self_prompts, out / "self.jsonl.gz"))
-    sources = [_source(path, "train") for path in training] + [_source(path, "selection") for path in judged or []]
-    sources += [_source(path, "holdout") | {"limit": _HELD} for path in held or []]
+    sources = [source(path, "train") for path in training] + [source(path, "selection") for path in judged or []]
+    sources += [source(path, "holdout") | {"limit": _HELD} for path in held or []]
     chosen = [f"mix.sources={json.dumps(sources)}", f"workdir={out / 'work'}"]
     if answers is not None:
         chosen.append(f"capture.answers={answers.resolve()}")
@@ -91,9 +91,15 @@ def main(
     (out / "results.json").write_text(json.dumps(found, indent=1))
 
 
-def _source(path: Path, split: str) -> dict[str, Any]:
-    judged = {"domain": path.name.split(".")[0]} if split != "train" else {}
+def source(path: Path, split: str | None) -> dict[str, Any]:
+    """Source of the mix: prompts of a file, for one split or all. What only judges is a domain named as the file."""
+    judged = {"domain": domain_of(path)} if split not in ("train", None) else {}
     return {"kind": "turns", "path": str(path.resolve()), "only": split, "limit": None, **judged}
+
+
+def domain_of(path: Path) -> str:
+    """Domain of the prompts that judge: the name of their file."""
+    return path.name.split(".")[0]
 
 
 def sample_prompts(settings: TargetSettings, count: int, path: Path) -> Path:
@@ -108,7 +114,7 @@ def sample_prompts(settings: TargetSettings, count: int, path: Path) -> Path:
 def _speed(folder: Path) -> dict[str, float]:
     """Of one training: the figures of its log, and this process's peak."""
     lines = MetricLog(folder / METRICS_FILE).read()
-    timed = lines[_UNTIMED_STEPS:] or lines
+    timed = lines[UNTIMED_STEPS:] or lines
     positions = sum(line["positions_per_second"] * line["seconds"] for line in timed)
     return {
         "steps": len(lines),

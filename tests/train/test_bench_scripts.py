@@ -2,12 +2,22 @@
 
 import argparse
 import importlib.util
+import itertools
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from datasets import load_from_disk
 from forked import python, run_ranks
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from draftforge.specdec.formats import convert_draft
+from draftforge.specdec.formats.speculators import Verifier
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -58,3 +68,69 @@ def test_bench_large_target_trains_on_two_ranks_that_hold_half_of_the_layers_eac
     assert found["target_bytes"] >= 4_000_000
     assert found["held_bytes"] == [ends + (found["target_bytes"] - ends) // 2] * 2
     assert len(found["losses"]) == len(found["seconds"]) == 2
+
+
+@pytest.mark.slow
+def test_bench_peer_prepares_the_captured_rows_and_judges_both_heads_alike(
+    tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench, trainer = script("bench_peer"), script("train_speculators")
+    out = tmp_path / "out"
+
+    def call(self: Any, log: str, verb: str, *given: str, until: float = 0) -> bool:
+        """The preparation in this process; a training that leaves our own head in speculators' format."""
+        if verb == "prepare":
+            monkeypatch.setattr(sys, "argv", ["train_speculators", verb, "--target", str(self.target), *given])
+            trainer.main()
+            return False
+        head = sorted((out / "work/ours").glob("train-draftforge-4-*/checkpoints/*4"))[-1]
+        run = Path(given[given.index("--out") + 1])
+        (run / "checkpoints/0").mkdir(parents=True)
+        verifier = Verifier(str(self.target), ["LlamaForCausalLM"])
+        convert_draft(head, run / "checkpoints/0", "speculators", verifier)
+        line = {"epoch": 0, "steps": int(given[given.index("--steps") + 1]), "positions": 1000}
+        (run / "progress.jsonl").write_text(json.dumps({**line, "seconds": 2.0, "first_step_seconds": 1.0}) + "\n")
+        return False
+
+    monkeypatch.setattr(bench.Peer, "call", call)
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("train", "math", "code")}
+    for name, path in files.items():
+        lines = [{"domain": "chat", "turns": [f"{name}: what is the sum of {n} and {n * n}?"]} for n in range(24)]
+        path.write_text("\n".join(map(json.dumps, lines)))
+    small = {"tokens_per_step": 256, "row_tokens": 0, "accumulation": 1, "optimizer": "adamw"}
+    given = [f"target.model={tiny_target_folder}", "target.device=cpu", "target.dtype=float32"]
+    given += ["mix.selection_share=0.2", "mix.holdout_share=0.2", "mix.near_threshold=1", "capture.top_k=0"]
+    given += ["capture.max_new_tokens=12", *(f"drafts.eagle3.{name}={value}" for name, value in small.items())]
+    options: dict[str, Any] = {"prompts": [files["train"]], "judged": [files["math"], files["code"]], "eval_limit": 8}
+    options |= {"steps": [4], "points": 2, "peer_steps": 3, "peer_processes": 1}
+    bench.main(out, given, **options)
+
+    # What the peer is given: every row with its answer marked, and the target's own hidden states.
+    stored = load_file(out / "work/rows.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+    data = load_from_disk(str(out / "work/peer-data"))
+    rows = list(zip(itertools.pairwise(stored["offsets"].tolist()), stored["prompt_tokens"].tolist(), strict=True))
+    assert len(data) == len(rows) + min(16, len(rows))
+    for row, ((start, end), prompt) in enumerate(rows):
+        ids = stored["ids"][start:end].long()
+        assert data[row]["input_ids"].tolist() == ids.tolist()
+        assert data[row]["loss_mask"].tolist() == [0] * prompt + [1] * (end - start - prompt)
+        file = load_file(out / f"work/peer-data/hidden_states/hs_{row}.safetensors")
+        with torch.no_grad():
+            states = model(ids[None], output_hidden_states=True)
+            last = model.lm_head(model.model.norm(file["hidden_states"][:, -1].float()))
+        wanted = torch.stack([states.hidden_states[layer][0] for layer in (2, 2, 1)], 1)
+        torch.testing.assert_close(file["hidden_states"][:, :-1].float(), wanted, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(last, states.logits[0], rtol=5e-2, atol=5e-2)
+        assert file["token_ids"].tolist() == ids.tolist()
+    assert data[len(rows)]["input_ids"].tolist() == data[0]["input_ids"].tolist()
+
+    # One head, scored from either format, has one tau; the earlier checkpoint has its own.
+    found = json.loads((out / "results.json").read_text())
+    ours, theirs = found["trainings"]
+    assert not found["failed"] and [point["steps"] for point in ours["curve"]] == [2, 4]
+    assert list(ours["curve"][-1]["tau"]) == ["code", "math", "all"]
+    assert theirs["curve"][0]["tau"] == ours["curve"][-1]["tau"] and theirs["curve"][0]["steps"] == 3
+    assert found["differences"]["draftforge-4, last"]["all"]["value"] == 0
+    assert found["capture"]["positions"] == stored["offsets"][-1]
+    assert "speculators" in capsys.readouterr().out
