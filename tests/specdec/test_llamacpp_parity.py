@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_counts import EngineCounts, EngineRound, engine_rounds, matched_runs
 from llamacpp import LlamaServer
 from trained import PROMPTS, Trained
@@ -150,7 +151,10 @@ SCALINGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["norm_before_residual", *SCALINGS])
+NORMS = ("norm_before_residual", "norm_before_fc", "norm_before_fc norm_before_residual")
+
+
+@pytest.mark.parametrize("kind", [*NORMS, *SCALINGS])
 def test_a_head_of_another_kind_counts_the_same(
     kind: str,
     target: Target,
@@ -160,9 +164,14 @@ def test_a_head_of_another_kind_counts_the_same(
     tmp_path: Path,
 ) -> None:
     plain = drafts["eagle3"]
-    change = {"rope_scaling": {"rope_type": kind, **SCALINGS[kind]}} if kind in SCALINGS else {kind: True}
+    change: dict[str, Any] = dict.fromkeys(kind.split(), True)
+    if kind in SCALINGS:
+        change = {"rope_scaling": {"rope_type": kind, **SCALINGS[kind]}}
     draft = Eagle3Draft(Eagle3Config.model_validate({**plain.config.model_dump(), **change}))
-    draft.load_state_dict(plain.state_dict())
+    draft.load_state_dict(draft.state_dict() | plain.state_dict())
+    if draft.fc.input_norm is not None:
+        with torch.no_grad():  # other weights than ones, of about the length that the features had without a norm
+            draft.fc.input_norm.weight.uniform_(1.0, 5.0, generator=torch.Generator().manual_seed(0))
     write_files(tmp_path, target, {"eagle3": draft.eval()})
     server, found = serve(tmp_path, "eagle3", 4), []
     for ids, _ in texts:

@@ -10,16 +10,28 @@ from safetensors.torch import load_file
 from stand_ins import first_positions
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.formats import Verifier, read_draft, write_draft
 from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 
 speculators = pytest.importorskip("speculators", reason="an oracle, not a dependency: make test-vllm has it")
 TOKENS, STEPS = 12, 3
-FLAGS: list[dict[str, bool]] = [
-    {},
-    {"fc_norm": True, "norm_output": True},
-    {"norm_before_residual": True},
-    {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+BEFORE_FC: list[dict[str, bool]] = [{}, {"fc_norm": True}, {"norm_before_fc": True}]
+FLAGS: list[dict[str, Any]] = [
+    {**before, "norm_output": output, "norm_before_residual": residual}
+    for before in BEFORE_FC
+    for output in (False, True)
+    for residual in (False, True)
+]
+STOCK = {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True}
+BODIES: list[dict[str, Any]] = [
+    {"body": "qwen3"},
+    {"body": "qwen3", "num_hidden_layers": 2, **STOCK},
+    {"num_hidden_layers": 3, "fc_norm": True, "norm_output": True},
+    {"attention_bias": True},
+    {"aux_layers": (1, 3)},
+    {"sliding_window": 4, **STOCK},  # but for the window's length, what its training command writes by default
+    {"sliding_window": 4, "full_attention_layers": (0,), "num_hidden_layers": 2},
 ]
 
 
@@ -33,11 +45,15 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "+".join(flags) or "plain")
+def named(flags: dict[str, Any]) -> str:
+    return "+".join(name if value is True else f"{name}={value}" for name, value in flags.items() if value) or "plain"
+
+
+@pytest.mark.parametrize("flags", [*FLAGS, *BODIES], ids=named)
 @pytest.mark.parametrize("draft_vocab", [61, 40])
 @torch.no_grad()
 def test_it_loads_our_folder_and_drafts_the_same_tokens(
-    target_folder: Path, tmp_path: Path, draft_vocab: int, flags: dict[str, bool]
+    target_folder: Path, tmp_path: Path, draft_vocab: int, flags: dict[str, Any]
 ) -> None:
     ours = heads.eagle3(draft_vocab, **flags)
     write_draft(ours, tmp_path, "speculators", 4, Verifier(str(target_folder), ["LlamaForCausalLM"]))
@@ -53,21 +69,26 @@ def test_it_loads_our_folder_and_drafts_the_same_tokens(
     assert loaded.keys() - stored.keys() == of_the_target
 
     ids = torch.randint(61, (1, TOKENS + 1), generator=torch.Generator().manual_seed(3))
-    aux = torch.randn(1, TOKENS + 1, 72, generator=torch.Generator().manual_seed(4))
+    aux = torch.randn(1, TOKENS + 1, 24 * len(ours.config.aux_layers), generator=torch.Generator().manual_seed(4))
     document = torch.zeros(1, TOKENS, dtype=torch.long)
     drafted = theirs(hidden_states=aux[:, :TOKENS], input_ids=ids[:, 1:], document_ids=document, ttt_steps=STEPS)
     states = ours(theirs.embed_tokens(ids), aux, first_positions(ids, TOKENS), STEPS)
     for k, (tokens, state) in enumerate(zip(drafted, states, strict=True)):
         inside = TOKENS - k  # later positions read past the end of the text
+        if k and "sliding_window" in flags:  # engines and we count a window from the position that is drafted from, the
+            inside = 4 - k  # package from the pair that the drafts began with: it sees up to k more keys
         assert torch.equal(ours.logits(state).argmax(-1)[:, :inside], tokens[:, :inside])
 
 
-def test_we_read_what_it_writes(target_folder: Path, tmp_path: Path) -> None:
-    write_draft(heads.eagle3(40), tmp_path / ".", "speculators", 4, Verifier(str(target_folder), ["LlamaForCausalLM"]))
+@pytest.mark.parametrize("flags", [{}, STOCK, *BODIES], ids=named)
+def test_we_read_what_it_writes(target_folder: Path, tmp_path: Path, flags: dict[str, Any]) -> None:
+    draft = heads.eagle3(40, **flags)
+    write_draft(draft, tmp_path / ".", "speculators", 4, Verifier(str(target_folder), ["LlamaForCausalLM"]))
     model: Any = speculators.SpeculatorModel.from_pretrained(str(tmp_path))
     model.save_pretrained(tmp_path / "theirs")
     again = read_draft(tmp_path / "theirs")
-    ours = heads.eagle3(40).state_dict()
+    ours = draft.state_dict()
+    assert isinstance(again, Eagle3Draft) and again.config == draft.config
     assert {name for name in again.state_dict() if name not in ours} == {"embed_tokens.weight"}
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in ours.items())
 
