@@ -5,8 +5,8 @@ scored at its own setting. At temperature 0 every accept rule is the greedy one,
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -28,7 +28,7 @@ from ..specdec.replay.packing import Pack
 from ..specdec.replay.replay import Counted, rank_accuracies, replayable_rules
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.targets import Target
-from .counts import CountRow, context_bucket, to_table
+from .counts import CountRow, Method, context_bucket, to_table
 from .draft_configs import DraftConfig, ProposerSpec
 from .settings import ScoreSettings
 from .target_pass_cache import TargetPassCache, replay_samples
@@ -80,17 +80,22 @@ def score_draft(
     settings: ScoreSettings,
     identity: Identity,
     traces: TargetPassCache | None = None,
+    checked: Collection[str] | None = None,
+    only: Method | None = None,
 ) -> Score:
     """Score one draft, in each way of drafting, on the samples of a scored split.
 
     Rules that cannot be replayed are decoded on all samples. `traces` is shared by the checkpoints that are scored on
-    the same samples. Raises InputError for samples that may not be scored, and in float32 ReplayMismatchError where
-    more answers differ than `mismatch_limit` allows.
+    the same samples. `checked`: conversations whose decoding checks their replays; None: as many of the samples' as
+    `settings.decode_conversations`. `only`: count by replay or by decoding alone. Raises InputError for samples that
+    may not be scored, and in float32 ReplayMismatchError where more answers differ than `mismatch_limit` allows.
     """
     # 1) what is replayed and what is decoded of each way of drafting
     samples = scored_samples(samples, settings)
     traces = traces or TargetPassCache(target, settings.trace_bytes, settings.replay_tokens)
-    shares = [_Share.of(spec, samples, settings) for spec in specs]
+    if checked is None:
+        checked = stratified_conversations(samples, settings.decode_conversations)
+    shares = [_Share.of(spec, samples, settings, checked).only(only, checked) for spec in specs]
     replayed: list[_Answer] = []
     decoded: list[_Answer] = []
     # 2) count
@@ -102,7 +107,8 @@ def score_draft(
     # 3) compare what was counted both ways
     consistency = _compare(target, replayed, decoded, settings)
     _report_mismatches(target, consistency, settings, title)
-    return Score(to_table(_row(identity, answer) for answer in [*replayed, *decoded]), consistency)
+    counted = decoded if only == "decode" else [*replayed, *decoded]
+    return Score(to_table(_row(identity, answer) for answer in counted), consistency)
 
 
 def stratified_conversations(samples: Iterable[Sample], count: int) -> set[str]:
@@ -150,10 +156,12 @@ class _Share:
     decoded: list[_Decoding]
 
     @classmethod
-    def of(cls, spec: ProposerSpec, samples: Sequence[Sample], settings: ScoreSettings) -> "_Share":
-        """Replay all that can be, and decode a part of it at the settings' depths; decode all of the rest."""
-        # The conversations to decode although they are replayed, and the depths for that check.
-        proposer, chosen = spec.proposer, stratified_conversations(samples, settings.decode_conversations)
+    def of(
+        cls, spec: ProposerSpec, samples: Sequence[Sample], settings: ScoreSettings, checked: Collection[str]
+    ) -> "_Share":
+        """Replay all that can be, and decode `checked` conversations of it at the settings' depths; decode all of the
+        rest."""
+        proposer = spec.proposer
         some = [depth for depth in settings.decode_draft_tokens if depth in spec.depths] or spec.depths[-1:]
         replayed: list[Sample] = []
         groups: dict[str, tuple[list[Sample], Sequence[int]]] = {}
@@ -163,10 +171,18 @@ class _Share:
             if exact:
                 replayed.append(sample)
             for rule in rules_for(sample.sampling, proposer, settings.sampled_rules):
-                if rule not in exact or sample.conversation in chosen:
+                if rule not in exact or sample.conversation in checked:
                     depths = some if rule in exact else spec.depths
                     groups.setdefault(rule, ([], depths))[0].append(sample)
         return cls(spec, replayed, [_Decoding(rule, *group) for rule, group in groups.items()])
+
+    def only(self, method: Method | None, checked: Collection[str]) -> "_Share":
+        """What one method counts; to decode, the replays that it is compared with too."""
+        if method == "replay":
+            return replace(self, decoded=[])
+        if method == "decode":
+            return replace(self, replayed=[sample for sample in self.replayed if sample.conversation in checked])
+        return self
 
     @property
     def answers(self) -> int:

@@ -54,8 +54,8 @@ from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
 from .cli_options import BenchOptions
+from .draft_scorer import Scorer
 from .generate import NO_DRAFT, check_smaller, check_tree, find_draft, helper_of
-from .scoring import Scorer
 from .stages import captured_stages
 from .workspace import Workspace, require_whole
 

@@ -39,8 +39,9 @@ from ..specdec.replay.replay import Counted
 from ..specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
 from ..specdec.serving_plan import PLAN_FILE, ServingPlan, find_plan, holds_plan
 from ..storage import new_folder
+from .draft_scorer import Scorer
 from .generate import find_draft, require_champion
-from .scoring import Scored, Scorer
+from .scoring import Scored
 from .stages import captured_stages
 from .workspace import Workspace, require_whole
 

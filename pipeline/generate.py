@@ -26,7 +26,7 @@ from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
 from .cli_options import GenerateOptions
-from .scoring import Scorer
+from .draft_scorer import Scorer
 from .stages import captured_stages, checkpoints_of
 from .workspace import Workspace, require_whole, store_exists
 

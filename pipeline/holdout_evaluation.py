@@ -25,7 +25,8 @@ from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.proposers.tree_settings import tree_identity
 from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
-from .scoring import Scored, Scorer
+from .draft_scorer import Scorer
+from .scoring import Scored
 from .workspace import Workspace
 
 CANDIDATE, CHAMPION, START, HEIR = "candidate", "champion", "start", "heir"

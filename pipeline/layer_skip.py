@@ -31,7 +31,7 @@ from ..specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from ..specdec.formats.layer_skip import SkipFile, check_writable, write_skipped
 from ..specdec.stored_draft import StoredDraft
 from .cli_options import SkipLayersOptions
-from .scoring import Scorer
+from .draft_scorer import Scorer
 from .stages import Stage, captured_stages
 from .workspace import Workspace, open_workspace, require_whole
 

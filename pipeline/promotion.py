@@ -38,9 +38,10 @@ from ..registry.versions import champion, register_version, resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.tree_settings import MergedTree
 from ..specdec.serving_plan import stored_plan, write_plan
+from .draft_scorer import Scorer
 from .export import export_draft, is_copy
 from .holdout_evaluation import Measured, evidence, measure_holdout, show_holdout
-from .scoring import Scored, Scorer, check_score
+from .scoring import Scored, check_score
 from .stages import Stages
 from .workspace import Workspace
 

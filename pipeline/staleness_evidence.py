@@ -33,8 +33,8 @@ from ..registry.versions import champion, latest_champion, missing_file, resolve
 from ..specdec.formats import read_meta
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import covered_since, fingerprint_of
+from .draft_scorer import Scorer
 from .promotion import kept_counts
-from .scoring import Scorer
 from .stages import Stage, Stages, mix_stage, stage_address
 from .staleness import Cause, Change, Staleness, mix_drift, tau_change
 from .workspace import Workspace, in_stage

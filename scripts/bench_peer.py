@@ -53,7 +53,7 @@ from draftforge.eval import counts
 from draftforge.eval.acceptance import tau, tau_difference
 from draftforge.eval.score import Identity
 from draftforge.eval.settings import SELECTION_SPLIT
-from draftforge.pipeline.scoring import Scorer
+from draftforge.pipeline.draft_scorer import Scorer
 from draftforge.pipeline.stages import Stages, captured_stages, checkpoints_of, train_stage
 from draftforge.pipeline.workspace import Workspace
 from draftforge.progress import say
@@ -378,7 +378,7 @@ class Judge:
     def counts(self, name: str, step: int, folder: Path) -> pa.Table:
         """Acceptance counts of a head at temperature 0."""
         spec = self._scorer.chain_spec(self._scorer.load(folder))
-        table, _ = self._scorer.counts([spec], Identity(name, step), self._samples, decoded=False)
+        table, _ = self._scorer.counts([spec], Identity(name, step), self._samples, checked=())
         return table
 
     def taus(self, table: pa.Table) -> Json:

@@ -48,8 +48,9 @@ from draftforge.eval.leaderboard import DomainRow, Row, at_config, domain_rows, 
 from draftforge.eval.score import Identity, stratified_conversations
 from draftforge.eval.settings import HOLDOUT_SPLIT
 from draftforge.pipeline.distill import distill
+from draftforge.pipeline.draft_scorer import Scorer
 from draftforge.pipeline.retrain import retrain_champion
-from draftforge.pipeline.scoring import Scored, Scorer
+from draftforge.pipeline.scoring import Scored
 from draftforge.pipeline.stages import (
     Stage,
     Stages,
@@ -230,7 +231,7 @@ def measure(space: Workspace, captured: Stage, folder: Path, name: str, among: C
     scorer = Scorer(space, captured, HOLDOUT_SPLIT)
     draft, settings = scorer.load(folder), scorer.settings
     samples = [one for one in scorer.samples if one.conversation in among]
-    table, _ = scorer.counts([scorer.chain_spec(draft)], Identity(name, 0), samples, decoded=False)
+    table, _ = scorer.counts([scorer.chain_spec(draft)], Identity(name, 0), samples, checked=())
     times = {(name, 0): scorer.times(draft, scorer.specs(draft))}
     table = at_config(table, DraftConfig(max(settings.draft_tokens)))
     rows = leaderboard([table], times, settings)

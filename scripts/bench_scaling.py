@@ -2,7 +2,8 @@
 
     python3 scripts/bench_scaling.py OUT --prompts train.jsonl --answers ANSWERS --gpus 1 --gpus 2 --stage 1 --stage 2 \
         --stage 3 --draft eagle3 --draft small --steps 40 --equal --profile
-    python3 scripts/bench_scaling.py OUT2 --prompts train.jsonl --gpus 1 --gpus 2 --no-train --capture --score
+    python3 scripts/bench_scaling.py OUT2 --prompts train.jsonl --gpus 1 --gpus 2 --no-train --capture --score \
+        mix.selection_share=0.3 score.max_conversations=0
 
 Prompts are JSON lines with `domain` and `turns`; with recorded answers to them (`draftforge capture --answers-to`) only
 the signals are made. They are captured once, and shared by all trainings. The batch per GPU is the recipe's, so a step
@@ -11,15 +12,18 @@ another launch goes on behind one that fails. Positions a second are of a step's
 left out; "with checkpoints" counts what the one in the middle took (scoring included, where an override such as
 drafts.small.score_conversations=64 asks for it) as often as the recipe has one.
 
---equal trains ten steps of one global batch on one GPU and on the most; --capture answers the prompts on each number of
-GPUs (selection and holdout at four temperatures, so that there is work for all); --score scores checkpoints of each
-draft on each; --profile traces five steps on the most GPUs (profile_training.py). Figures go to OUT/results.json as
-they come, logs of all launches to OUT, and tables to the screen. An OUT that exists is gone on with.
+--equal trains ten steps of one global batch on one GPU and on the most; --resume stops such a training of the first
+draft on the most GPUs, and goes on with it on the fewest; --capture answers the prompts on each number of GPUs
+(selection and holdout at four temperatures, so that there is work for all); --score scores checkpoints of each draft on
+each; --profile traces five steps on the most GPUs (profile_training.py). Captures and scores are timed without what
+comes before their work (loading, and the costs of rounds, which one rank measures), and as a whole. Figures go to
+OUT/results.json as they come, logs of all launches to OUT, tables to the screen. An OUT that exists is gone on with.
 """
 
 import gzip
 import json
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -48,7 +52,7 @@ from draftforge.train.throughput import MetricLog
 SCRIPTS = Path(__file__).resolve().parent
 RECIPE = SCRIPTS.parent / "configs/smollm2-bench.yaml"
 _UNTIMED_STEPS = 3  # allocation, compilation
-_EQUAL_STEPS, _PROFILED_STEPS = 10, 12
+_EQUAL_STEPS, _STOPPED_STEP, _PROFILED_STEPS = 10, 3, 12
 _SHARDS_A_RANK = 6  # of the capture's timing
 _CAPTURED: dict[str, dict[str, Any]] = {  # more answers a prompt than the recipe wants, so that a capture lasts
     "mix": {"selection_share": 0.45, "holdout_share": 0.45},
@@ -67,7 +71,8 @@ class Run:
     stage: int
     steps: int
     kind: str = "speed"
-    """Or equal: one global batch however many GPUs there are; or profile."""
+    """Or equal: one global batch however many GPUs there are; resumed: the same, stopped and gone on with on fewer; or
+    profile."""
 
     @property
     def name(self) -> str:
@@ -75,7 +80,7 @@ class Run:
 
     def settings(self, base: Json, most_gpus: int) -> Json:
         """The recipe's draft as it is trained here."""
-        equal = self.kind == "equal"
+        equal = self.kind in ("equal", "resumed")
         objective = base["objective"]
         return base | {
             "steps": self.steps,
@@ -123,8 +128,18 @@ class Bench:
         """Their settings by name."""
         return {run.name: run.settings(self.recipe["drafts"][run.draft], self.most) for run in runs}
 
-    def launch(self, name: str, gpus: int, command: list[str], heard: Callable[[str], None] = lambda _: None) -> "Said":
-        """One torchrun; all that it says goes to OUT/name.log and, line by line, to `heard`."""
+    def launch(
+        self,
+        name: str,
+        gpus: int,
+        command: list[str],
+        heard: Callable[[str], None] = lambda _: None,
+        until: str | None = None,
+    ) -> "Said":
+        """One torchrun; all that it says goes to OUT/name.log and, line by line, to `heard`.
+
+        `until`: it is stopped by SIGTERM at the first line that begins so.
+        """
         place = [f"--nproc-per-node={gpus}", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as torchrun has it for several
         began, lines = time.time(), []
@@ -142,6 +157,9 @@ class Bench:
                 log.write(f"{time.time() - began:7.1f}  {line}")
                 log.flush()
                 heard(line)
+                if until is not None and line.startswith(until):
+                    process.terminate()
+                    until = None
             code = process.wait()
         said = Said(code, began, time.time(), lines)
         print(f"{name}: {said.ended - began:.1f} s, exit code {code}", flush=True)
@@ -160,6 +178,15 @@ class Said:
     def when(self, start: str) -> float | None:
         """When the last line came that begins so."""
         return next((at for at, line in reversed(self.lines) if line.startswith(start)), None)
+
+    def line(self, start: str) -> str | None:
+        """The last line that begins so."""
+        return next((line for _, line in reversed(self.lines) if line.startswith(start)), None)
+
+    def seconds(self, start: str) -> float | None:
+        """The seconds that the last line states that begins so."""
+        found = re.search(r"in ([0-9.]+) s$", self.line(start) or "")
+        return None if found is None else float(found[1])
 
     @property
     def error(self) -> str:
@@ -182,6 +209,7 @@ def main(
     steps: Annotated[int, typer.Option(min=6, help="Of a training that is timed.")] = 40,
     train: Annotated[bool, typer.Option(help="Time trainings.")] = True,
     equal: Annotated[bool, typer.Option(help="Compare losses of one global batch.")] = False,
+    resume: Annotated[bool, typer.Option(help="Stop a training, and go on on fewer GPUs.")] = False,
     capture: Annotated[bool, typer.Option(help="Time the capture.")] = False,
     score: Annotated[bool, typer.Option(help="Time the scoring.")] = False,
     profile: Annotated[bool, typer.Option(help="Trace five steps.")] = False,
@@ -203,28 +231,32 @@ def main(
         time_capture(bench)
     runs = [Run(name, count, at, steps) for count in counts for name in names for at in stages] if train else []
     scored = [Run(name, counts[0], stages[0], steps) for name in names] if score else []
-    compared = [Run(name, counts[0], stages[0], _EQUAL_STEPS, "equal") for name in names] if equal else []
+    compared = [Run(name, counts[0], stages[0], _EQUAL_STEPS, "equal") for name in names] if equal or resume else []
     compared += [Run(name, bench.most, at, _EQUAL_STEPS, "equal") for name in names for at in stages] if equal else []
+    resumed = [Run(names[0], bench.most, stages[0], _EQUAL_STEPS, "resumed")] if resume else []
     profiled = [Run(name, bench.most, stages[0], _PROFILED_STEPS, "profile") for name in names] if profile else []
     wanted = list(dict.fromkeys([*runs, *scored, *compared]))
     if not wanted + profiled:
+        show_work(bench)
         return
     if answers is not None:
         bench.recipe["capture"] |= {"answers": str(answers.resolve())}
-    first = bench.write("data", bench.drafts(wanted + profiled), out / "work")
+    first = bench.write("data", bench.drafts([*wanted, *resumed, *profiled]), out / "work")
     said = bench.launch("data", bench.most, ["-m", "draftforge.cli", "capture", str(first)])
     if said.code:
         raise typer.Exit(_fail(said.error))
     for count in counts:
         train_all(bench, count, [run for run in wanted if run.gpus == count])
-    if equal:
-        compare_losses(bench, compared)
+    for run in resumed:
+        resume_on_fewer(bench, run)
+    compare_losses(bench, compared + resumed)
     if profile:
         profile_steps(bench, profiled)
     if score:
         time_score(bench, scored)
     if runs:
         show(bench, runs)
+    show_work(bench)
 
 
 def train_all(bench: Bench, gpus: int, runs: list[Run]) -> None:
@@ -294,6 +326,21 @@ def compare_losses(bench: Bench, runs: list[Run]) -> None:
             bench.keep("equal", run.name, {"than": alone.name, "largest_relative_difference": largest})
 
 
+def resume_on_fewer(bench: Bench, run: Run) -> None:
+    """Stop a training on the most GPUs after some steps, and go on with it on the fewest."""
+    began = time.time()
+    for gpus, until in ((run.gpus, f"step {_STOPPED_STEP}/"), (bench.gpus[0], None)):
+        name, drafts = f"resumed-{gpus}gpu", {run.name: bench.drafts([replace(run, gpus=gpus)]).popitem()[1]}
+        path = bench.write(name, drafts, bench.out / "work")
+        said = bench.launch(name, gpus, ["-m", "draftforge.cli", "train", str(path)], until=until)
+        # The first launch must have been stopped in time, the second one end.
+        if finished(bench, run) != (until is None):
+            bench.keep("runs", run.name, asdict(run) | {"failed": f"on {gpus} GPUs: {said.error}"})
+            return
+    went_on = said.line("going on after step ")
+    bench.keep("runs", run.name, asdict(run) | figures_of(bench, run, began) | {"went_on": went_on})
+
+
 def profile_steps(bench: Bench, runs: list[Run]) -> None:
     """Where time goes on the most GPUs."""
     path, traced = bench.write("profile", bench.drafts(runs), bench.out / "work"), bench.out / "profile.json"
@@ -314,14 +361,15 @@ def time_capture(bench: Bench) -> None:
         path = bench.write(name, drafts, bench.out / name, capture=settings, **_CAPTURED)
         said = bench.launch(name, gpus, ["-m", "draftforge.cli", "capture", str(path)])
         folder = next((bench.out / name).glob("capture-????????????"), None)
-        start, end = said.when("mix: "), said.when("capture: ")
-        if said.code or folder is None or start is None or end is None:
+        start, end, seconds = said.when("mix: "), said.when("capture: "), said.seconds("answered: ")
+        if said.code or folder is None or start is None or end is None or seconds is None:
             bench.keep("capture", str(gpus), {"failed": said.error})
             continue
         opened = Capture.open(folder, verify=False)
         tokens = sum(len(sample.answer_ids) for split in SPLITS for sample in opened.samples(split))
-        found = {"tokens": tokens, "seconds": end - start, "tokens_per_second": tokens / (end - start)}
-        bench.keep("capture", str(gpus), found | {"launch_seconds": said.ended - said.began})
+        found = {"tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds}
+        whole = {"whole_seconds": end - start, "launch_seconds": said.ended - said.began}
+        bench.keep("capture", str(gpus), found | whole)
         shutil.rmtree(bench.out / name)
 
 
@@ -345,13 +393,14 @@ def time_score(bench: Bench, runs: list[Run]) -> None:
         path = bench.write(name, bench.drafts(runs), work)
         said = bench.launch(name, gpus, ["-m", "draftforge.cli", "score", str(path)])
         start, counts = said.when("train "), next(work.glob("score-*/counts.parquet"), None)
-        if said.code or start is None or counts is None:
+        seconds = said.seconds("counted: ")
+        if said.code or start is None or counts is None or seconds is None:
             bench.keep("score", str(gpus), {"failed": said.error})
             continue
         rows = sorted(map(json.dumps, pq.read_table(counts).to_pylist()))
         first = first or rows
-        found = {"rows": len(rows), "seconds": said.ended - start, "equal_counts": rows == first}
-        bench.keep("score", str(gpus), found)
+        found = {"rows": len(rows), "seconds": seconds, "whole_seconds": said.ended - start}
+        bench.keep("score", str(gpus), found | {"equal_counts": rows == first})
 
 
 def show(bench: Bench, runs: list[Run]) -> None:
@@ -371,6 +420,24 @@ def show(bench: Bench, runs: list[Run]) -> None:
         last = (f"{1000 * mine['step_seconds']:.0f}", peak, f"{mine['seconds']:.1f}")
         table.add_row(run.draft, str(run.stage), str(run.gpus), *rates, *last)
     Console(width=160).print(table)
+
+
+def show_work(bench: Bench) -> None:
+    """Captures and scores, each beside the one on the fewest GPUs."""
+    table = Table("", "GPUs", "seconds", "ratio", "as a whole", "ratio", "tokens", "counts as on the fewest")
+    for part in ("capture", "score"):
+        found: dict[str, Json] = bench.results.get(part, {})
+        alone = found.get(str(bench.gpus[0]), {})
+        for gpus, mine in found.items():
+            cells = [part, gpus]
+            for key in ("seconds", "whole_seconds"):
+                known = key in mine and key in alone
+                cells += (
+                    [f"{mine[key]:.1f}", f"{alone[key] / mine[key]:.2f}"] if known else [mine.get("failed", ""), ""]
+                )
+            table.add_row(*cells, f"{mine['tokens']:,}" if "tokens" in mine else "", str(mine.get("equal_counts", "")))
+    if table.row_count:
+        Console(width=160).print(table)
 
 
 def _lines(path: Path) -> int:

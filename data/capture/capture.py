@@ -147,13 +147,17 @@ def capture_conversations(
         # 3) Each rank answers its share of that.
         missing = [shard for shard in shards if shard.name in set(names)]
         mine = ranks.share(missing, [_size(shard) for shard in missing])
+        started = time.monotonic()
         with nullcontext() if ranks.first else _writing(folder / f".lock-{ranks.rank}"):
             report = _answer(plan, prompts, mine, earlier, ranks) if mine else _Report()
         reports = [_Report(*report) for report in ranks.gather(folder.name, report)]
 
         # 4) The first one says what there is now.
         if ranks.first:
+            seconds = time.monotonic() - started
             _finish(plan, records, reports, ranks)
+            tokens = _sums(records.values())["tokens"] - earlier["tokens"]
+            say(f"answered: {tokens:,} tokens in {seconds:.1f} s")
 
 
 def _say_what_is_refused(prompts: Prompts) -> None:

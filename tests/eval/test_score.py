@@ -1,13 +1,17 @@
 """Scoring: what is replayed, what is decoded, and that both agree."""
 
 import math
+import random
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import stand_ins
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from draftforge.data.store import Sample
@@ -281,3 +285,21 @@ def test_packs_are_of_one_setting_and_within_their_tokens(target: Target, sample
             assert len({mixed[index].sampling for index in pack}) == 1
             assert len(pack) == 1 or len(pack) * max(lengths) <= tokens
     assert len(packs) == 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=40), st.integers(1, 120), st.randoms()
+)
+def test_whole_packs_are_packed_alike_without_the_others(
+    lengths: list[tuple[int, bool]], tokens: int, draw: random.Random
+) -> None:
+    """So ranks that share packs make the passes that one rank makes."""
+    cache = target_pass_cache.TargetPassCache(SimpleNamespace(device=torch.device("cpu")), 0, tokens)  # type: ignore[arg-type]
+    every: list[Any] = [
+        SimpleNamespace(prompt_ids=[1], answer_ids=[1] * length, sampling=WARM if warm else GREEDY)
+        for length, warm in lengths
+    ]
+    kept = [pack for pack in cache.packs(every) if draw.random() < 0.5]
+    mine = sorted(index for pack in kept for index in pack)
+    again = [[mine[index] for index in pack] for pack in cache.packs([every[index] for index in mine])]
+    assert sorted(again) == sorted(kept)

@@ -24,7 +24,7 @@ from draftforge import storage
 from draftforge.cli import main
 from draftforge.data import mix
 from draftforge.data.capture import manifest
-from draftforge.pipeline import scoring
+from draftforge.pipeline import draft_scorer
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.formats import tensors
@@ -438,7 +438,7 @@ def test_sigterm_in_the_last_save_stops_after_it(write_recipe: Callable[..., Pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "save", save)
-        patch.setattr(scoring, "score_draft", lambda *_: pytest.fail("went on to the next stage"))
+        patch.setattr(draft_scorer, "score_draft", lambda *_: pytest.fail("went on to the next stage"))
         assert "stopped by SIGTERM" in fails(143, "score", recipe)
 
 

@@ -70,7 +70,7 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     monkeypatch.setattr(stages, "build_mix", refuse)
     monkeypatch.setattr(stages, "capture", refuse)
     monkeypatch.setattr(stages, "train", refuse)
-    monkeypatch.setattr("draftforge.pipeline.scoring.score_draft", refuse)
+    monkeypatch.setattr("draftforge.pipeline.draft_scorer.score_draft", refuse)
     again = distill(Workspace(load_recipe(recipe)))
     assert again is not None and again.version.reference == outcome.version.reference
     assert again.decision.reasons == ["is the champion already"]

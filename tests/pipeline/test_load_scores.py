@@ -12,7 +12,7 @@ from draftforge.errors import InputError
 from draftforge.eval import counts
 from draftforge.eval.cost_table import CostKey, CostTable, read_tables, write_tables
 from draftforge.pipeline import distill as flow
-from draftforge.pipeline import parallel_scoring, scoring
+from draftforge.pipeline import draft_scorer, parallel_scoring, scoring
 from draftforge.pipeline.scoring import Scored
 from draftforge.recipe import load_recipe
 
@@ -50,7 +50,7 @@ def made_up_times(monkeypatch: pytest.MonkeyPatch) -> list[CostKey]:
         table = loads.grid_table(lambda B, L, N, C: 1e-4 * L, depths, trees=trees)
         return table.model_copy(update={"key": key})
 
-    monkeypatch.setattr(scoring, "measure_costs", measure)
+    monkeypatch.setattr(draft_scorer, "measure_costs", measure)
     return keys
 
 
@@ -107,7 +107,7 @@ def test_a_race_drops_what_cannot_win_and_goes_on_after_a_kill(
 ) -> None:
     path = write_recipe(score=score_section(sampling=[{}], race={"error": 0.4, "blocks": 4}))
     recipe, calls, dropped = load_recipe(path), list[Any](), ("small", 2)
-    inner = scoring.Scorer.counts
+    inner = draft_scorer.Scorer.counts
 
     def spy(self: Any, specs: Any, identity: Any, *args: Any, **options: Any) -> Any:
         if len(calls) == 5:
@@ -122,7 +122,7 @@ def test_a_race_drops_what_cannot_win_and_goes_on_after_a_kill(
         def observe(self, *args: Any) -> None:
             self.alive_A &= [(arm.draft, arm.step) != dropped for arm in self.arms]
 
-    monkeypatch.setattr(scoring.Scorer, "counts", spy)
+    monkeypatch.setattr(draft_scorer.Scorer, "counts", spy)
     monkeypatch.setattr(parallel_scoring, "Race", Steward)
     with pytest.raises(KeyboardInterrupt):
         flow.score(recipe, None)

@@ -14,7 +14,7 @@ import pytest
 from draftforge.cli import main
 from draftforge.errors import HookError, InputError
 from draftforge.eval.cost_table import CostKey, CostTable
-from draftforge.pipeline import promotion, scoring
+from draftforge.pipeline import draft_scorer, promotion
 from draftforge.pipeline.promotion import HOOK_TAG, REFUSED, check_command, follow_champion, run_command
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import PromotionSettings, load_recipe
@@ -228,7 +228,7 @@ def test_a_draft_that_is_not_worth_serving_stays_a_candidate(
 ) -> None:
     """A draft whose rounds cost twice a plain one: refused with both figures, until a choice lets it through."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setattr(scoring, "measure_costs", dear)
+    monkeypatch.setattr(draft_scorer, "measure_costs", dear)
     command = {"command": noting(tmp_path, log)}
     path = write_recipe(gate={"min_clusters": 2}, promotion=command)
     drafts = {"small": load_recipe(path).resolved()["drafts"]["small"]}

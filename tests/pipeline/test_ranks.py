@@ -25,7 +25,7 @@ from draftforge.data.capture import capture as capturing
 from draftforge.distributed import ranks
 from draftforge.errors import InputError
 from draftforge.pipeline import distill as flow
-from draftforge.pipeline import scoring
+from draftforge.pipeline import draft_scorer
 from draftforge.pipeline.retrain import retrain
 from draftforge.recipe import load_recipe
 from draftforge.train.loop import Trainer
@@ -75,7 +75,7 @@ def test_two_ranks_retrain_and_count_like_one(recipe_in: Write, tmp_path: Path) 
     first, second = run_ranks(as_command, [__file__, "noted_retrain", str(recipe)], tmp_path, 2, SECONDS)
     assert (first.code, second) == (0, Ended(0, "")) and "promoted to champion" in first.said, (first, second)
     notes = [json.loads((together / f"noted-{rank}.json").read_text()) for rank in range(2)]
-    counted = [tuple(one) for note in notes for one in note["counted"]]
+    counted = [json.dumps(one) for note in notes for one in note["counted"]]
     assert len(counted) == len(set(counted)) and all(note["counted"] for note in notes)
     assert notes[0]["times"] and not notes[1]["times"]
     # One process counts the same, to the byte, and trains the same, to rounding.
@@ -94,17 +94,17 @@ def test_two_ranks_retrain_and_count_like_one(recipe_in: Write, tmp_path: Path) 
 def noted_retrain(recipe: str) -> None:
     """On one rank: what it counted, and whether it took times."""
     counted, times = list[list[Any]](), list[int]()
-    whole, whole_times = scoring.Scorer.counts, scoring.Scorer.times
+    whole, whole_times = draft_scorer.Scorer.counts, draft_scorer.Scorer.times
 
-    def counts(self: Any, draftings: Any, identity: Any, samples: Any = None, **options: Any) -> Any:
-        counted.append([*identity, samples and samples[0].id, options.get("decoded", True)])
-        return whole(self, draftings, identity, samples, **options)
+    def counts(self: Any, draftings: Any, identity: Any, samples: Any = None, *how: Any) -> Any:
+        counted.append([*identity, samples and [one.id for one in samples], *map(bool, how[:1]), *how[1:]])
+        return whole(self, draftings, identity, samples, *how)
 
     def timed(self: Any, *args: Any) -> Any:
         times.append(len(counted))
         return whole_times(self, *args)
 
-    scoring.Scorer.counts, scoring.Scorer.times = counts, timed  # type: ignore[assignment, method-assign]
+    draft_scorer.Scorer.counts, draft_scorer.Scorer.times = counts, timed  # type: ignore[assignment, method-assign]
     whole_stage = flow.score_stage
 
     def staged(*args: Any) -> Any:
@@ -248,7 +248,7 @@ def mortal(verb: str, recipe: str, how: str, survived: int) -> None:
     if how == "answer":
         capturing.write_answers = ending(capturing.write_answers)
     elif how == "fail":
-        scoring.Scorer.counts = ending(scoring.Scorer.counts)  # type: ignore[method-assign]
+        draft_scorer.Scorer.counts = ending(draft_scorer.Scorer.counts)  # type: ignore[method-assign]
     else:
         Trainer.reduce = reduce  # type: ignore[method-assign, assignment]
         if how == "hang":

@@ -16,7 +16,7 @@ from draftforge.eval.counts import CountRow, to_table
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.leaderboard import Row, leaderboard
 from draftforge.eval.score import Identity
-from draftforge.pipeline import holdout_evaluation, promotion, scoring
+from draftforge.pipeline import holdout_evaluation, parallel_scoring, promotion, scoring
 from draftforge.pipeline.distill import Outcome, exit_code
 from draftforge.pipeline.holdout_evaluation import HoldoutScore
 from draftforge.pipeline.promotion import REFUSED
@@ -53,7 +53,9 @@ class MadeUpScorer:
 
     def __init__(self, *args: Any) -> None:
         self.settings = args[0].recipe.score
-        self.samples = [SimpleNamespace(cluster=f"c{n}", conversation=f"c{n}") for n in range(40)]
+        text: dict[str, Any] = {"domain": "d", "split": "selection", "prompt_ids": [1], "answer_ids": [2]}
+        self.samples = [SimpleNamespace(cluster=f"c{n}", conversation=f"c{n}", **text) for n in range(40)]
+        self.traces = SimpleNamespace(packs=lambda samples: [list(range(len(samples)))])
 
     def load(self, folder: Path | None, other_tokenizer: bool = False) -> Any:
         return folder
@@ -339,4 +341,4 @@ def test_a_champion_is_measured_at_its_own_k_though_the_recipe_scores_others(
 def test_notes_without_a_usable_perplexity_are_damaged(notes: dict[str, Any], tmp_path: Path) -> None:
     write_json(tmp_path / "notes.json", notes)
     with pytest.raises(CorruptDataError, match=r"notes\.json: perplexity: "):
-        scoring._read_perplexity(tmp_path / "notes.json")
+        parallel_scoring._read_perplexity(tmp_path / "notes.json")

@@ -15,7 +15,7 @@ from draftforge.eval.cost_table import CostKey, CostTable
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.score import Identity
 from draftforge.eval.settings import SELECTION_SPLIT
-from draftforge.pipeline import generate, scoring
+from draftforge.pipeline import draft_scorer, generate
 from draftforge.pipeline.cli_options import GenerateOptions
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.generate import GeneratedAnswer
@@ -55,7 +55,7 @@ def quick_trees(monkeypatch: pytest.MonkeyPatch) -> list[CostKey]:
         parts = {label: (0.001 if label in ("best", "both") else 1.0, 0.01, 0.0) for label in key.plans}
         return loads.batch_one_table(key, 0.02, parts)
 
-    monkeypatch.setattr(scoring, "measure_costs", measure)
+    monkeypatch.setattr(draft_scorer, "measure_costs", measure)
     return keys
 
 
@@ -141,7 +141,7 @@ def test_generate_drafts_a_tree_of_the_recipe_or_of_the_plan(
     space = Workspace(load_recipe(path, [f"score.trees={json.dumps(merged)}"]))
     assert said("both").generation.tokens == plain and said("both").config == DraftConfig(2, "both")
     assert said("both", 0.9).rule == "multiround"
-    scorer = scoring.Scorer(space, captured_stages(space).captured, SELECTION_SPLIT)
+    scorer = draft_scorer.Scorer(space, captured_stages(space).captured, SELECTION_SPLIT)
     trees = scorer.specs(scorer.load(Path(folder)))[1:]
     rows = scorer.counts(trees, Identity("head", 0))[0].to_pylist()
     assert rows and {row["tree"] for row in rows} == {"both"} and {row["method"] for row in rows} == {"decode"}

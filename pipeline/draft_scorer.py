@@ -1,0 +1,132 @@
+"""Scorer: acceptance counts, times and perplexity of one draft, with what all drafts of a target share."""
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+
+from ..data.store import Capture, Sample
+from ..eval.cost_measurement import Grid, costs_file, measure_costs, most_context
+from ..eval.cost_table import CostTable, cached_costs, cost_key, table_for
+from ..eval.counts import Method
+from ..eval.draft_configs import ProposerSpec
+from ..eval.leaderboard import Times
+from ..eval.score import Identity, measured_tree, perplexity, score_draft, stratified_conversations
+from ..eval.serving_load import LoadTimes
+from ..eval.settings import LoadSettings, ScoreSettings
+from ..eval.target_pass_cache import TargetPassCache
+from ..specdec.proposers.training_free import LOOKUP
+from ..specdec.proposers.tree_settings import MeasuredTree, StaticTree, Tree, TreeSettings
+from ..specdec.stored_draft import StoredDraft
+from .stages import Stage
+from .workspace import Workspace, require_whole
+
+_MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree
+
+
+class Scorer:
+    """Scorer of drafts of one target, on one split of one capture; all drafts share the target's passes."""
+
+    def __init__(self, space: Workspace, captured: Stage, split: str) -> None:
+        require_whole(space.recipe, "a score")
+        self._space = space
+        self._data = Capture.open(captured.folder, verify=False)
+        self.settings: ScoreSettings = space.recipe.score
+        self.samples: list[Sample] = self._data.samples(split)  # type: ignore[arg-type]
+        self.traces = TargetPassCache(space.target, self.settings.trace_bytes, self.settings.replay_tokens)
+
+    def load(self, folder: Path | None, other_tokenizer: bool = False) -> StoredDraft:
+        """Load a stored draft, checked against the target and the longest scored text; `folder` None: prompt lookup.
+
+        `other_tokenizer`: accept a draft with another one than the target's.
+        """
+        if folder is None:
+            return StoredDraft.of_method(LOOKUP, self._space.target)
+        draft = StoredDraft.load(folder, self._space.target, self.settings.draft_device, other_tokenizer)
+        draft.check_context(max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0))
+        return draft
+
+    def specs(self, draft: StoredDraft, fixed: Mapping[str, Tree] | None = None) -> list[ProposerSpec]:
+        """Chains and trees that the recipe scores a draft with. `fixed`: trees of it that were measured before."""
+        if not draft.drafts_trees:
+            return [self.chain_spec(draft)]
+        known: Mapping[str, TreeSettings] = self.settings.trees if fixed is None else fixed
+        return [self.chain_spec(draft), *(self.tree_spec(draft, name, tree) for name, tree in known.items())]
+
+    def chain_spec(self, draft: StoredDraft) -> ProposerSpec:
+        """Draft chains of every K of the recipe."""
+        return ProposerSpec(draft.proposer, tuple(self.settings.draft_tokens))
+
+    def tree_spec(self, draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
+        """Draft tree of a draft; a measured one is shaped here, by acceptance on answers of the train split."""
+        fixed = self._measured(draft, tree) if isinstance(tree, MeasuredTree) else tree
+        return ProposerSpec(partial(draft.proposer, fixed), (fixed.levels,), name, fixed)
+
+    def _measured(self, draft: StoredDraft, tree: MeasuredTree) -> StaticTree:
+        """Static tree shaped by acceptance on some train answers; the scored splits must not choose it."""
+        samples = self._data.samples("train")
+        kept = stratified_conversations(samples, _MEASURED_CONVERSATIONS)
+        return measured_tree(
+            self._space.target, draft.proposer(), [one for one in samples if one.conversation in kept], tree
+        )
+
+    def counts(
+        self,
+        specs: Sequence[ProposerSpec],
+        identity: Identity,
+        samples: Sequence[Sample] | None = None,
+        checked: Collection[str] | None = None,
+        only: Method | None = None,
+    ) -> tuple[pa.Table, bool | None]:
+        """Acceptance counts of one draft, and whether its decoding was lossless (None: nothing was decoded at T = 0).
+
+        `samples`: count these instead of all that the recipe scores. `checked`: conversations whose decoding checks
+        their replays; None: as many as the recipe says. `only`: count by replay or by decoding alone.
+        """
+        settings, some = self.settings, self.samples if samples is None else samples
+        # Given samples are taken whole: the limit of conversations has chosen them already.
+        if samples is not None:
+            settings = settings.model_copy(update={"max_conversations": 0})
+        score = score_draft(self._space.target, specs, some, settings, identity, self.traces, checked, only)
+        return score.counts, score.consistency.lossless
+
+    def perplexity(self, draft: StoredDraft) -> float | None:
+        """Perplexity of recorded answers under the draft, for people only: nothing is decided by it.
+
+        None for prompt lookup, and for a draft with another tokenizer than the target's.
+        """
+        if draft.module is None or not draft.same_tokenizer:
+            return None
+        chosen = stratified_conversations(self.samples, self.settings.decode_conversations or 1)
+        samples = [sample for sample in self.samples if sample.conversation in chosen]
+        return perplexity(draft.proposer(), samples, self.traces)
+
+    def times(self, draft: StoredDraft, specs: Sequence[ProposerSpec]) -> Times:
+        """Round times of this draft shape at the recipe's load, or at batch 1 where the recipe states none."""
+        load = self.settings.load
+        table = self.costs(draft, specs, load)
+        return table if load is None else LoadTimes(table, load)
+
+    def costs(self, draft: StoredDraft, specs: Sequence[ProposerSpec], load: LoadSettings | None = None) -> CostTable:
+        """Cost table of this draft shape: seconds of a round at batch 1, or over the grid of a load.
+
+        Measured on this machine, once for each shape, or taken from the table of another machine that the recipe gives.
+        """
+        settings, target = self.settings, self._space.target
+        key = cost_key(target, draft.module or draft.family, specs, settings)
+        # 1) The points to measure at: batch sizes and contexts around the load, or batch 1 alone.
+        grid = None
+        if load is not None:
+            if settings.costs.fit is not None:
+                return table_for(key, self._space.given_times, settings.costs.fit)
+            deepest = max(depth for spec in specs for depth in spec.depths)
+            grid = Grid.around(load, most_context(target.max_positions, deepest, settings.costs.rounds))
+
+        # 2) Measure, or read what another checkpoint or process of the same shape has measured.
+        def measure() -> CostTable:
+            prompts = [sample.prompt_ids for sample in self.samples]
+            return measure_costs(key, target, specs, prompts, settings, grid)
+
+        path = self._space.root / "costs" / costs_file(key, grid)
+        return cached_costs(path, key, measure, settings.costs.wait_seconds)
