@@ -59,9 +59,7 @@ Overrides = Annotated[
 DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
 DraftDevice = Annotated[
     str | None,
-    typer.Option(
-        "--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device, the target's."
-    ),
+    typer.Option("--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device."),
 ]
 
 
@@ -526,7 +524,7 @@ def main(args: list[str] | None = None) -> None:
         _fail(error, *_describe_error(error))
     if code == 130:  # the parser's own way of passing on Ctrl-C
         print("error: interrupted", file=sys.stderr)
-    sys.exit(code if isinstance(code, int) else 0)
+    _exit(code if isinstance(code, int) else 0)
 
 
 @contextmanager
@@ -569,15 +567,11 @@ def _describe_error(error: Exception) -> tuple[str, int]:
         return f"{where}no space left on the device ({' '.join(str(error).split())[:200]})", 3
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}", 2
-    return _unexpected(error), 1
-
-
-def _unexpected(error: Exception) -> str:
     message = " ".join(str(error).split())
     what = f"{type(error).__name__}: {message[:300]}" if message else type(error).__name__
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return f"{what} (out of memory: lower batch sizes, sequence length or batch tokens in the recipe)"
-    return f"{what} (unexpected; DRAFTFORGE_DEBUG=1 or `draftforge --debug …` shows where)"
+        return f"{what} (out of memory: lower batch sizes, sequence length or batch tokens in the recipe)", 1
+    return f"{what} (unexpected; DRAFTFORGE_DEBUG=1 or `draftforge --debug …` shows where)", 1
 
 
 def _fail(error: BaseException, message: str, code: int) -> NoReturn:
@@ -592,6 +586,13 @@ def _fail(error: BaseException, message: str, code: int) -> NoReturn:
         ranks.report_failure(error)
     if debugging:
         raise error
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit; under torchrun, which ends with 1 whatever its ranks end with, the first rank says the code."""
+    if code and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") == "0":
+        print(f"exit code {code}; torchrun ends with 1 whatever it is", file=sys.stderr, flush=True)
     sys.exit(code)
 
 

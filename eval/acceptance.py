@@ -10,6 +10,12 @@ Turns, near-duplicates and sampling settings of one conversation cluster move to
    such sizes give (`_freedom`): where one cluster holds half the rounds they are few, however many clusters there are.
 3. A figure between bounds, as tau between 1 and K + 1, has that interval on the log-odds scale (delta method): it stays
    between them, and is longer on the side where there is room.
+4. Where every cluster lies on a bound, as those of a draft of which nothing was ever accepted, leaving one out changes
+   nothing, and an error of 0 would be no evidence. If a share p of the traffic's clusters lay off the bound, G drawn
+   ones would all lie on it with probability (1 - p)^G, and those off it move the figure by the whole span at most. So
+   the interval reaches span x (1 - ((1 - confidence) / 2)^(1 / G)) from the bound: 3.7 / G of the span at 95 %, as the
+   rule of three is 3 / G on one side (Hanley and Lippman-Hand, JAMA 249(13), 1983). Unlike clusters count as G =
+   degrees of freedom + 1.
 
 docs/registry.md shows by simulation that it covers. Fewer than FEWEST_CLUSTERS clusters have no interval.
 
@@ -32,7 +38,7 @@ Floats = NDArray[np.float64]
 Figure = Callable[[Floats], Floats]
 """Figure as a function of column sums: [B, F] to [B]."""
 FEWEST_CLUSTERS = 3
-"""Least number of clusters with an interval: of two, each alone says what the other's figure is."""
+"""Least number of clusters with an interval: two differ once, which does not tell how far clusters differ."""
 _SUMMED = ("rounds", "tokens", "drafted", "accepted")
 
 
@@ -193,9 +199,14 @@ def estimate(
     if not np.isfinite(without_C).all():
         return Estimate(value, clusters=clusters, reason="rests on one conversation cluster: no interval")
     error = math.sqrt(float(((without_C - value) ** 2).sum()))
-    # 3) The interval, on the log-odds scale between bounds.
+    # 3) The interval, on the log-odds scale between bounds. On a bound its length tells the error, not the other way.
     freedom = _freedom(weight_C[weight_C > 0])
-    low, high = _ends(value, student((1 + confidence) / 2, freedom) * error, bounds)
+    quantile = student((1 + confidence) / 2, freedom)
+    if bounds is not None and not bounds[0] < value < bounds[1]:
+        reach = (bounds[1] - bounds[0]) * (1 - ((1 - confidence) / 2) ** (1 / (freedom + 1)))
+        low, high = (value, value + reach) if value <= bounds[0] else (value - reach, value)
+        return Estimate(value, low, high, clusters, error=reach / quantile, freedom=freedom)
+    low, high = _ends(value, quantile * error, bounds)
     return Estimate(value, low, high, clusters, error=error, freedom=freedom)
 
 
@@ -223,9 +234,7 @@ def _ends(value: float, reach: float, bounds: tuple[float, float] | None) -> tup
     if bounds is None:
         return value - reach, value + reach
     least, span = bounds[0], bounds[1] - bounds[0]
-    share = (value - least) / span if span else 0.0
-    if not 0 < share < 1:  # every cluster lies on the bound
-        return value, value
+    share = (value - least) / span
     odds, reach = float(logit(share)), reach / span / (share * (1 - share))
     return least + span * float(expit(odds - reach)), least + span * float(expit(odds + reach))
 

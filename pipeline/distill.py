@@ -160,7 +160,7 @@ def promote(recipe: Recipe) -> Outcome | None:
             log_report(space, scored.stage.folder, run)
             log_result(stages, run, scored.stage.folder)
         follow_champion(space)
-        show_serving(space, scored)
+        show_serving(space, decision.numbers.evidence)
     return Outcome(scored, version, decision)
 
 
@@ -208,7 +208,7 @@ def distill(
     # 3) Say how long it took, and where its figures are.
     seconds = time.monotonic() - started
     say(f"distilled in {seconds:.0f} s; to look at it: {how_to_look(tracking, run.id)}")
-    show_serving(space, outcome.scored)
+    show_serving(space, outcome.decision.numbers.evidence)
     return outcome
 
 

@@ -19,6 +19,7 @@ from ..progress import say
 from ..recipe import Recipe
 from ..registry.champion_alias import judged_figures
 from ..registry.connect import Tracking
+from ..registry.gate import Evidence, times_text
 from ..registry.lineage import Version
 from ..registry.versions import champion, resolve_models_uri
 from ..specdec.formats import (
@@ -34,14 +35,12 @@ from ..specdec.formats import (
 from ..specdec.formats.layer_skip import is_skip_file
 from ..specdec.formats.layouts import NATIVE, layout_of
 from ..specdec.model_card import CARD_FILE, DraftFacts, facts_of, write_card
-from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.replay.replay import Counted
 from ..specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
 from ..specdec.serving_plan import PLAN_FILE, ServingPlan, find_plan, holds_plan
 from ..storage import new_folder
 from .draft_scorer import Scorer
 from .generate import find_draft, require_champion
-from .scoring import Scored
 from .stages import captured_stages
 from .workspace import Workspace, require_whole
 
@@ -107,10 +106,10 @@ def show_command(command: ServeCommand) -> None:
         say(note)
 
 
-def show_serving(space: Workspace, scored: Scored) -> None:
+def show_serving(space: Workspace, evidence: Evidence | None) -> None:
     """Print the command that serves the target's champion from this machine's copy of it.
 
-    Without a champion: prompt lookup where it won the score, and otherwise no draft.
+    Without a champion: prompt lookup where the gate's `evidence` of the holdout shows that it pays, else no draft.
     """
     load = space.recipe.score.load
     engine = "vllm" if load is None else load.engine
@@ -125,10 +124,11 @@ def show_serving(space: Workspace, scored: Scored) -> None:
         say(f"for another engine or machine: draftforge fetch OUT {options}")
         return
     # 2) What is best without one.
-    lookup = next(row for row in scored.rows if row.draft == LOOKUP)
-    if lookup.speedup.value > max(1.0, scored.chosen.speedup.value):
-        say(f"no draft serves this target; prompt lookup does best, {lookup.speedup.value:.2f}x at {lookup.config}")
-        show_command(lookup_command(engine, lookup.config.levels, target))
+    if evidence is not None and evidence.lookup is not None and evidence.lookup_pays:
+        lookup = evidence.lookup
+        found = f"{times_text(lookup.speedup)} at K = {lookup.draft_tokens} on the holdout"
+        say(f"no draft serves this target; prompt lookup beats plain decoding, {found}")
+        show_command(lookup_command(engine, lookup.draft_tokens, target))
     else:
         say("no draft serves this target yet; without one")
         show_command(plain_command(engine, target))

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ..data.conversation import Conversation
 from ..errors import HubError, MissingFileError, one_line
-from ..eval.acceptance import Estimate, cluster_sums, estimate, independent_error, student, tau_difference
+from ..eval.acceptance import Estimate, cluster_sums, estimate, independent_error, student, tau_bounds, tau_difference
 from ..eval.counts import values
 from ..progress import say
 from ..recipe import Recipe
@@ -138,7 +138,10 @@ def _log_tau(table: pa.Table, confidence: float) -> Estimate:
     if not (tokens_C.sum() > 0 and rounds_C.sum() > 0):
         return Estimate(math.nan)
     columns_C2 = np.stack([tokens_C, rounds_C], axis=1)
-    return estimate(lambda sums_B2: np.log(sums_B2[:, 0] / sums_B2[:, 1]), columns_C2, rounds_C, confidence)
+    least, most = map(math.log, tau_bounds(table))
+    return estimate(
+        lambda sums_B2: np.log(sums_B2[:, 0] / sums_B2[:, 1]), columns_C2, rounds_C, confidence, (least, most)
+    )
 
 
 def _common(table: pa.Table, other: pa.Table, column: str) -> pa.Table:

@@ -1,4 +1,4 @@
-"""Promotion gate: is a candidate worth serving, and no worse than the champion? Decided from paired holdout figures.
+"""Promotion gate: is a candidate worth serving, and better than the champion? Decided from paired holdout figures.
 
 **Worth serving.** At the recipe's load the candidate must be shown to beat plain decoding, and prompt lookup, which
 takes no training. Shown: the lower end of the interval of its expected speed-up, less the share by which fitted times
@@ -7,12 +7,16 @@ minus prompt lookup, lies above that share of the candidate's. So a draft that i
 faster than prompt lookup, gets through with at most the error of one test, (1 - confidence) / 2. A gate.min_speedup
 below 1 asks for neither, and every output says so.
 
-**Non-inferior.** Overall the candidate must be faster than the champion, and the lower end of its gain may not lie
-below minus the margin. Every domain with enough conversation clusters must be non-inferior in the same sense. Asking it
-of all of them needs no correction for their number: the gate passes only where each test passes, so a candidate that is
-worse by the margin in any domain gets through with at most the error of that domain's own test (an intersection-union
-test: Berger, Technometrics 24(4), 1982). What more domains cost is power, and the decision says how many clusters are
-missing.
+**Better than the champion.** Overall the candidate must be shown to be faster: the lower end of its gain may not lie
+below 0. So a draft that is as fast as the champion replaces it with at most the error of one test. A margin,
+gate.non_inferiority_margin, is a choice: with it the candidate must only look faster and be shown not to be slower by
+the margin, and the more clusters there are, the closer an equal draft comes to replacing its equal half of the time.
+
+**Non-inferior by domain.** In every domain with enough conversation clusters the lower end of the gain may not lie
+below minus gate.domain_margin. Asking it of all of them needs no correction for their number: the gate passes only
+where each test passes, so a candidate that is worse by the margin in any domain gets through with at most the error of
+that domain's own test (an intersection-union test: Berger, Technometrics 24(4), 1982). What more domains cost is power,
+and the decision says how many clusters are missing.
 
 **Better than its start.** The heir of a retraining must be shown to be faster, on this target, than the champion that
 its training started from: the lower end of the paired difference must lie above 0.
@@ -47,9 +51,9 @@ class GateSettings(BaseModel):
     """The lower end of the expected speed-up over plain decoding must lie above this, less the error of fitted times.
     From 1 on the candidate must be shown to beat prompt lookup as well. Below 1 a draft that is not worth serving may
     become champion, which decisions, report and `draftforge registry` say; 0 asks for nothing."""
-    non_inferiority_margin: float = Field(default=0.02, ge=0, lt=1)
+    non_inferiority_margin: float = Field(default=0.0, ge=0, lt=1)
     """The candidate must be faster, and the lower end of its relative gain may not lie below minus this. 0: it must be
-    shown to be faster."""
+    shown to be faster; above 0 an equal draft may replace its equal."""
     domain_margin: float = Field(default=0.05, ge=0, lt=1)
     """Margin of each domain: the lower end of its relative gain may not lie below minus this."""
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
@@ -150,6 +154,11 @@ class Evidence(_Record):
     """Difference of the expected speed-ups, paired by conversation."""
     domains: dict[str, DomainFigures] = {}
 
+    @property
+    def lookup_pays(self) -> bool:
+        """Whether prompt lookup is shown to beat plain decoding, less the error of fitted times."""
+        return self.lookup is not None and self.lookup.speedup.low * (1 - self.fit_error) > 1
+
 
 class DomainVerdict(_Record):
     """The gate's verdict on one domain."""
@@ -232,7 +241,7 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
     against += no_better
     if start is not None:
         gained = _signed(start.difference)
-        supporting.append(f"better than its start, {start.name} as it is ({_times(start.speedup)}), by {gained}")
+        supporting.append(f"better than its start, {start.name} as it is ({times_text(start.speedup)}), by {gained}")
     # 2) The comparison, where there is something to compare with.
     numbers = Numbers(evidence=evidence, settings=settings)
     lost = []
@@ -324,7 +333,7 @@ def _against_plain(evidence: Evidence, least: float) -> list[str]:
     less = f", less {evidence.fit_error:.0%} for the error of fitted times" if evidence.fit_error else ""
     more = more_clusters(speedup, least / kept, evidence.confidence)
     return [
-        f"not shown to {lead}: expected speed-up {_times(speedup)}, whose lower end{less} must lie above {least:g} "
+        f"not shown to {lead}: expected speed-up {times_text(speedup)}, whose lower end{less} must lie above {least:g} "
         f"(gate.min_speedup); {_how_many_more(more)}"
     ]
 
@@ -341,11 +350,11 @@ def _against_lookup(evidence: Evidence) -> list[str]:
     # 2) Both figures, what they fall short of, and what to serve instead.
     above = f"{floor:.2f}, the error of fitted times" if floor else "0"
     more = _how_many_more(more_clusters(lookup.difference, floor, evidence.confidence))
-    pays = lookup.speedup.low * (1 - evidence.fit_error) > 1
-    instead = f"serve prompt lookup at K = {lookup.draft_tokens} instead, which takes no training" if pays else more
+    instead = f"serve prompt lookup at K = {lookup.draft_tokens} instead, which takes no training"
+    instead = instead if evidence.lookup_pays else more
     return [
-        f"not shown to beat prompt lookup: {_times(speedup)}, prompt lookup at K = {lookup.draft_tokens} "
-        f"{_times(lookup.speedup)}, a difference of {_signed(lookup.difference)}, whose lower end must lie above "
+        f"not shown to beat prompt lookup: {times_text(speedup)}, prompt lookup at K = {lookup.draft_tokens} "
+        f"{times_text(lookup.speedup)}, a difference of {_signed(lookup.difference)}, whose lower end must lie above "
         f"{above}; {instead}"
     ]
 
@@ -355,10 +364,10 @@ def _against_start(evidence: Evidence, start: Baseline) -> list[str]:
     if start.difference.low > 0:
         return []
     more = _how_many_more(more_clusters(start.difference, 0.0, evidence.confidence))
+    figures = f"{times_text(evidence.candidate.speedup)} against {times_text(start.speedup)}"
     return [
-        f"not shown to be better than its start, {start.name} as it is: {_times(evidence.candidate.speedup)} against "
-        f"{_times(start.speedup)}, a difference of {_signed(start.difference)}, whose lower end must lie above 0; "
-        f"{more}"
+        f"not shown to be better than its start, {start.name} as it is: {figures}, a difference of "
+        f"{_signed(start.difference)}, whose lower end must lie above 0; {more}"
     ]
 
 
@@ -367,8 +376,8 @@ def _worth_serving(evidence: Evidence) -> list[str]:
     lookup = evidence.lookup
     assert lookup is not None
     return [
-        f"worth serving: expected speed-up over plain decoding {_times(evidence.candidate.speedup)}, prompt lookup at "
-        f"K = {lookup.draft_tokens} {_times(lookup.speedup)}, a difference of {_signed(lookup.difference)}"
+        f"worth serving: expected speed-up over plain decoding {times_text(evidence.candidate.speedup)}, prompt lookup "
+        f"at K = {lookup.draft_tokens} {times_text(lookup.speedup)}, a difference of {_signed(lookup.difference)}"
     ]
 
 
@@ -381,7 +390,7 @@ def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, s
             f"not faster: expected speed-up {evidence.candidate.speedup.value:.2f}, "
             f"champion {evidence.compared} has {champion.speedup.value:.2f}"
         )
-    # Non-inferiority of the interval: its lower end may not lie below minus the margin.
+    # Superiority or, with a margin, non-inferiority of the interval: its lower end may not lie below minus the margin.
     if math.isnan(gain.low):
         against.append(
             f"may be slower than champion {evidence.compared}: {_no_interval(gain)} (gate.non_inferiority_margin)"
@@ -389,7 +398,7 @@ def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, s
     elif not gain.low >= -settings.non_inferiority_margin:
         against.append(
             f"may be slower than champion {evidence.compared}: the gain's interval reaches {_percent(gain.low)}, "
-            f"allowed is {_percent(-settings.non_inferiority_margin)} (gate.non_inferiority_margin); "
+            f"allowed is {_percent(0 - settings.non_inferiority_margin)} (gate.non_inferiority_margin); "
             f"{_how_many_more(numbers.more_clusters)}"
         )
     return against
@@ -463,7 +472,7 @@ def _no_interval(gain: Interval) -> str:
     return too_few_clusters(gain.clusters) if few else "no interval"
 
 
-def _times(speedup: Interval) -> str:
+def times_text(speedup: Interval) -> str:
     """A speed-up in words, such as "1.06x [0.97, 1.17]"."""
     if math.isnan(speedup.low):
         return f"{speedup.value:.2f}x ({_no_interval(speedup)})"

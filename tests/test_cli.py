@@ -286,6 +286,19 @@ def test_errors_are_one_line_and_an_exit_code(
         assert shown.err.startswith(line) and shown.err.count("\n") == 1
 
 
+def test_under_torchrun_the_code_is_said(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whose own exit code says less (tests/pipeline/test_ranks.py); by the first rank."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    for rank, said in (("0", "exit code 2; torchrun ends with 1 whatever it is\n"), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        assert run("rollback", "r.yaml", "--wrong") == 2
+        assert capsys.readouterr().err.partition("--help`\n")[2] == said
+        assert run("rollback", "r.yaml") == 0
+        assert capsys.readouterr().err == ""
+
+
 def test_debug_shows_where(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise KeyError("x")

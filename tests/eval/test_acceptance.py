@@ -110,8 +110,22 @@ def test_an_interval_stays_between_its_bounds() -> None:
     found = [acceptance.tau(table, 0.999), acceptance.unclipped_tau(table, 0.999)]
     assert all(1 < one.low < one.value < one.high < 4 for one in found)
     assert all(0 <= one.low <= one.value <= one.high <= 1 for one in acceptance.alphas(table, 0.999))
-    always = acceptance.tau(table_of([(name, [3, 3]) for name in "uvw"]), 0.95)
-    assert always.value == always.low == always.high == 4
+
+
+@pytest.mark.parametrize("accepted", [0, 3])
+def test_clusters_that_all_lie_on_a_bound_do_not_tell_all_traffic(accepted: int) -> None:
+    """Of a share p of clusters off the bound, G show none with probability (1 - p)^G = 2.5 %."""
+    table = table_of([(f"k{i}", [accepted] * 2) for i in range(20)])
+    share = 1 - 0.025 ** (1 / 20)
+    taus = [acceptance.tau(table, 0.95), *([acceptance.unclipped_tau(table, 0.95)] if accepted else [])]
+    for found, least, span in (
+        *((one, 1.0, 3.0) for one in taus),
+        (acceptance.acceptance(table, 0.95), 0.0, 1.0),
+        (acceptance.alphas(table, 0.95)[0], 0.0, 1.0),
+    ):
+        on, off = (least, least + span * share) if not accepted else (least + span, least + span * (1 - share))
+        assert found.value == on and (found.low, found.high) == pytest.approx((min(on, off), max(on, off)))
+        assert found.error * acceptance.student(0.975, found.freedom) == pytest.approx(span * share)
 
 
 def test_what_rests_on_one_cluster_has_no_interval() -> None:

@@ -5,6 +5,7 @@
 Shape letters: C clusters, B bootstrap samples.
 """
 
+import itertools
 import os
 from collections.abc import Callable
 
@@ -93,6 +94,18 @@ def test_intervals_cover_with_few_and_unlike_clusters() -> None:
         others = [min(coverage(name, mix, clusters, SIMULATED // 2) for mix in MIXES) for name in list(METHODS)[:-1]]
         print(f"| {clusters} | {' | '.join(f'{100 * x:.0f} %' for x in [*others, min(found), min(differences)])} |")
         assert min(found) >= 0.93 and min(differences) >= 0.93, (clusters, found, differences)
+
+
+@pytest.mark.parametrize("off", [0.3, 1.0, 3.0])
+def test_intervals_cover_where_hardly_any_cluster_accepts_anything(off: float) -> None:
+    """Of clusters that accept everything or nothing, so many of which accept anything in the mean."""
+    for clusters, mix in itertools.product(CLUSTERS, MIXES):
+        rng, hits = np.random.default_rng(2), 0
+        truth = min(off / clusters, 0.5)
+        for one in holdouts.holdouts(mix, clusters, SIMULATED):
+            accepted_C = one.rounds_C * (rng.random(clusters) < truth)
+            hits += holds(ratio(accepted_C, one.rounds_C, CONFIDENCE, bounds=(0.0, 1.0)), truth)
+        assert hits >= 0.93 * SIMULATED, (clusters, mix, hits / SIMULATED)
 
 
 def test_the_one_that_was_there_before_does_not() -> None:

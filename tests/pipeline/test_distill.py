@@ -1,6 +1,5 @@
 """The whole flow on a tiny target: what ends up on disk and in the registry, and what a second run skips."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +8,6 @@ from distilled import Distilled
 from draftforge.cli import main
 from draftforge.data.mix import load_manifest
 from draftforge.errors import InputError
-from draftforge.eval.acceptance import Estimate
-from draftforge.eval.draft_configs import DraftConfig
 from draftforge.pipeline import export, stages
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.export import verifier_of
@@ -19,7 +16,6 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.champion_alias import judged_figures
 from draftforge.registry.versions import champion
-from draftforge.specdec.proposers.training_free import LOOKUP
 from draftforge.specdec.serving_plan import FoundPlan, find_plan
 from draftforge.storage import read_object
 from draftforge.train.throughput import NoSink
@@ -82,21 +78,24 @@ def recipe_target(recipe: Path) -> str:
     return load_recipe(recipe).target.model
 
 
-@pytest.mark.parametrize(("lookup", "says"), [(1.4, '"method": "ngram", "num_speculative_tokens": 2'), (0.9, "")])
-def test_without_a_champion_what_does_best_is_served(
+@pytest.mark.parametrize(("low", "says"), [(1.01, '"method": "ngram", "num_speculative_tokens": 2'), (0.99, "")])
+def test_without_a_champion_what_pays_is_served(
     distilled_once: Distilled,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    lookup: float,
+    low: float,
     says: str,
 ) -> None:
-    """Prompt lookup where it won the score, else nothing."""
-    scored, space = distilled_once.outcome.scored, Workspace(load_recipe(distilled_once.recipe))
-    gains = {LOOKUP: lookup, scored.chosen.draft: 1.2}
-    rows = [replace(row, speedup=Estimate(gains.get(row.draft, 1.0)), config=DraftConfig(2)) for row in scored.rows]
+    """Prompt lookup where the holdout shows that it beats plain decoding, else nothing."""
+    space, evidence = Workspace(load_recipe(distilled_once.recipe)), distilled_once.outcome.decision.numbers.evidence
+    assert evidence is not None and evidence.lookup is not None
+    speedup = evidence.lookup.speedup.model_copy(update={"value": 1.2, "low": low, "high": 1.4})
+    lookup = evidence.lookup.model_copy(update={"draft_tokens": 2, "speedup": speedup})
     monkeypatch.setattr(export, "champion", lambda *arguments: None)
-    export.show_serving(space, replace(scored, rows=rows))
-    (command,) = capsys.readouterr().out.splitlines()
+    export.show_serving(space, evidence.model_copy(update={"lookup": lookup}))
+    shown = capsys.readouterr()
+    assert (f"prompt lookup beats plain decoding, 1.20x [{low:.2f}, 1.40] at K = 2 on" in shown.err) == bool(says)
+    (command,) = shown.out.splitlines()
     assert command.startswith(f"vllm serve {space.recipe.target.model}") and says in command
     assert ("--speculative-config" in command) == bool(says)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import launched
 import pytest
-from forked import Ended, as_command, command_line, python, run_ranks, start
+from forked import Ended, as_command, command_line, python, run, run_ranks, start
 from ports import free_port
 
 from draftforge import distributed as meeting
@@ -163,6 +163,21 @@ def test_whoever_starts_the_ranks_they_train_like_one_process(recipe_in: Write, 
     for name in launchers:
         assert "DeepSpeed ZeRO-2, 2 x cpu" in (tmp_path / name / "0.log").read_text()
         assert losses(tmp_path / name) == pytest.approx(losses(alone), rel=1e-4)
+
+
+def test_what_launchers_make_of_a_refusal(tmp_path: Path) -> None:
+    """DeepSpeed's passes the exit code on; torchrun names it among its failures, and ends with 1."""
+    (tmp_path / "hostfile").write_text("127.0.0.1 slots=1\n")
+    launched.write(tmp_path / "0.code", 5)
+    path = {"PYTHONPATH": os.pathsep.join([str(Path(launched.__file__).parent), *filter(None, sys.path)])}
+    place = ["--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    for launcher, code in (
+        (["torch.distributed.run", "--nproc-per-node", "1", *place], 1),
+        (["deepspeed.launcher.runner", "--hostfile", f"{tmp_path}/hostfile", "--no_ssh", *place, "--no_local_rank"], 5),
+    ):
+        ended = run(python, ["-m", *launcher, "--module", "launched", str(tmp_path)], tmp_path / "log", 200, path)
+        assert ended.code == code, ended.said
+        assert code == 5 or re.search(r"exitcode +: 5 ", ended.said)
 
 
 def test_ranks_that_cannot_work_together_say_why_at_the_start(recipe_in: Write, tmp_path: Path) -> None:

@@ -19,17 +19,19 @@ from draftforge.specdec.targets import fingerprint_of
 GREEDY = SamplingSettings()
 MARGIN, CONFIDENCE = 0.1, 0.95
 TRIALS = 200
+K = 8
 
 
 def table(tokens: list[float], rounds: list[float], start: int = 0, setting: str = "t0", size: int = 1) -> pa.Table:
     """One conversation a pair of numbers; `size` of them make a cluster."""
     rows = []
     for i, (made, took) in enumerate(zip(tokens, rounds), start=start):
-        kept = (float(made - took),)
-        counts = RoundCounts(float(took), float(made), float(took), kept[0], (float(took),), kept)
+        kept = float(made - took)
+        by_position = [(count, *[0.0] * (K - 1)) for count in (float(took), kept)]
+        counts = RoundCounts(float(took), float(made), float(took), kept, *by_position)
         rows.append(
             CountRow(
-                "d", 1, f"c{i}", 0, f"k{i // size}", "a", "holdout", "00128", setting, "greedy", 1, "", "replay", counts
+                "d", 1, f"c{i}", 0, f"k{i // size}", "a", "holdout", "00128", setting, "greedy", K, "", "replay", counts
             )
         )
     return to_table(rows)

@@ -150,7 +150,7 @@ def test_a_refusal_says_how_many_clusters_are_missing() -> None:
         difference=interval(0.012, -0.036, 0.06),  # +1 % and 4 % to either side of it
         domains={"code": domain(-0.07, 0.07, 30), "chat": domain(-0.16, 0.02), "tiny": domain(-0.01, 0.05, 5)},
     )
-    decision = decide(wide, GateSettings())
+    decision = decide(wide, GateSettings(non_inferiority_margin=0.02))
     numbers = decision.numbers
     assert numbers.more_clusters == 99  # 40 * (0.04 / 2.023 * (1.977 + 0.844) / 0.03)^2 = 138.3
     assert numbers.domains["code"].more_clusters == 83  # 30 * (0.07 / 2.045 * (1.982 + 0.845) / 0.05)^2 = 112.4
@@ -164,7 +164,8 @@ def test_a_refusal_says_how_many_clusters_are_missing() -> None:
 def test_slightly_uncertain_gain_passes_within_the_margin() -> None:
     uncertain = evidence(difference=interval(0.2, -0.02, 0.4))
     assert decide(uncertain, GateSettings(non_inferiority_margin=0.02)).promote
-    assert not decide(uncertain, GateSettings(non_inferiority_margin=0.0)).promote
+    refused = decide(uncertain, GateSettings())  # without one it must be shown to be faster
+    assert not refused.promote and "interval reaches -1.7 %, allowed is +0.0 % (gate." in refused.reasons[0]
 
 
 def test_first_champion() -> None:

@@ -57,9 +57,15 @@ def start(
     return process
 
 
-def run(function: Callable[..., object], arguments: Sequence[Any], log: Path, seconds: float = 300) -> Ended:
+def run(
+    function: Callable[..., object],
+    arguments: Sequence[Any],
+    log: Path,
+    seconds: float = 300,
+    environment: Mapping[str, object] | None = None,
+) -> Ended:
     """Call a function in a process of its own; how that ended."""
-    (code,) = _codes([start(function, arguments, log)], seconds)
+    (code,) = _codes([start(function, arguments, log, environment)], seconds)
     return Ended(code, log.read_text())
 
 
