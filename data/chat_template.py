@@ -17,10 +17,15 @@ vLLM is followed (0.32 and 0.33) and, where a conversation says so, SGLang:
 | empty text, no JSON, or JSON that is no object | an empty object | refused, so left out of the mix |
 
 Arguments of tool calls that are text are decoded for the template.
+
+A template that prints the time (`strftime_now`) is told that of the conversation, in UTC: what its server's clock
+showed then, and what every capture shows it.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any
 
@@ -38,6 +43,8 @@ _CALL_ORDER: dict[Engine, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vllm": (("arguments", "name"), ("id", "function", "type")),
     "sglang": (("name", "arguments"), ("id", "index", "type", "function")),
 }
+UNKNOWN_TIME = datetime(2024, 7, 26, tzinfo=UTC).timestamp()
+"""Time of a conversation of which none is known: the day that Llama's templates name where there is no clock."""
 _MEDIA = ("image", "audio", "video", "vision")
 _ROW = ("message", "msg", "m")  # SGLang's names of a loop over messages
 
@@ -56,6 +63,7 @@ def turn_text(tokenizer: Any, conversation: Conversation, turn: Turn, answers: S
         conversation.template_args,
         turn.prompt_end,
         conversation.engine,
+        UNKNOWN_TIME if conversation.asked_at is None else conversation.asked_at,
     )
 
 
@@ -89,11 +97,14 @@ def render_text(
     template_args: dict[str, Any] | None = None,
     prompt_end: PromptEnd = "opened",
     engine: Engine = "vllm",
+    asked_at: float | None = None,
 ) -> str:
-    """Text of a prompt, of which `ids_of_text` gives the ids; raises what `render` does."""
+    """Text of a prompt, of which `ids_of_text` gives the ids; raises what `render` does. `asked_at`: Unix seconds that
+    the template's clock shows; None: now."""
     require_chat_template(tokenizer)
     try:
-        text = _text(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
+        with _clock(asked_at):
+            text = _text(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
         text.encode()
         return text
     except UnicodeEncodeError:
@@ -102,6 +113,29 @@ def render_text(
     except _REFUSED as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{tokenizer.name_or_path}: its chat template refuses the messages ({reason})") from None
+
+
+class _Clock:
+    """Stands for `datetime` where templates ask for the time."""
+
+    def __init__(self, time: float) -> None:
+        self._time = time
+
+    def now(self) -> datetime:
+        return datetime.fromtimestamp(self._time, UTC)
+
+
+@contextmanager
+def _clock(time: float | None) -> Iterator[None]:
+    """Let templates see this time. transformers hands them no other clock than that of its module."""
+    from transformers.utils import chat_template_utils  # slow to import
+
+    before = chat_template_utils.datetime
+    chat_template_utils.datetime = before if time is None else _Clock(time)
+    try:
+        yield
+    finally:
+        chat_template_utils.datetime = before
 
 
 def require_chat_template(tokenizer: Any) -> None:

@@ -2,9 +2,10 @@
 signatures and turn keys in columns.
 
 A content is what the target is shown. Its number is its place in the order of first sight. Of its exact copies, the
-one with the smallest key stands for all.
+one with the smallest key stands for all, and of equal ones the latest.
 """
 
+import math
 import tempfile
 from array import array
 from collections import Counter
@@ -80,7 +81,7 @@ class IngestedRecords:
         self._number_of: dict[str, int] = {}
         self._spooled = array("Q")  # number in the spool of the record that stands for it
         self._rows = array("Q")  # row in the log table of that record
-        self._order: list[tuple[str, int]] = []  # its key and source
+        self._order: list[tuple[str, int, float]] = []  # its key, source and age
         self._groups: list[str | None] = []
         self._signatures = np.empty((_FIRST_CAPACITY, SIGNATURE_LENGTH), dtype=np.uint32)
         self._turns = TurnIndex()
@@ -140,7 +141,8 @@ class IngestedRecords:
         self._number_at_row.append(number)
 
         # A new content is spooled, and what clustering needs is kept; a copy with a smaller key replaces the record.
-        order = (found.key, found.source)
+        started = found.row.started
+        order = (found.key, found.source, math.inf if started is None else -started)
         if number == len(self._rows):  # a new content
             self._rows.append(row)
             self._order.append(order)

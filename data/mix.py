@@ -12,6 +12,7 @@ a conversation, and seven more of each that resembles another.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -64,6 +65,7 @@ _CONVERSATION_SCHEMA = pa.schema(
         ("sampling", pa.string()),
         ("max_new_tokens", pa.int64()),
         ("asked_elsewhere", pa.list_(pa.int32())),
+        ("asked_at", pa.float64()),
     ]
 )
 _ORIGIN_SCHEMA = pa.schema(
@@ -259,6 +261,8 @@ class _Mix:
         asking = [(item.split, item.member.turn_keys) for item in held]
         before = [(item.split, item.member.turn_keys) for item in known]
         self._elsewhere = dict(zip(self._placements, asked_elsewhere(asking, before)))
+        times_N = np.array(records.log.started)
+        self._newest = None if np.isnan(times_N).all() else float(np.nanmax(times_N))
 
         # 6) Later mixes must know the parts of what is kept too: a later log may hold them alone.
         self._seen = {
@@ -444,9 +448,12 @@ class _Mix:
         origins.append({"id": id, "where": where, "skip_invalid": skips, "redacted": row["redacted"]})
         placed = self._placements[id]
         placement = {"cluster": placed.cluster, "split": placed.split, "asked_elsewhere": self._elsewhere[id]}
-        # The log table knows domains that clustering named after the record was spooled.
-        domain = row["domain"] or self._records.log.domain(int(self._records.rows[number]))
-        return {**row, **placement, "domain": domain}
+        # The log table knows what was found after the record was spooled: domains that clustering named, odd clocks.
+        log_row = int(self._records.rows[number])
+        domain = row["domain"] or self._records.log.domain(log_row)
+        started = self._records.log.started[log_row]
+        asked_at = self._newest if math.isnan(started) else started
+        return {**row, **placement, "domain": domain, "asked_at": asked_at}
 
     def manifest_counts(self) -> dict[str, Any]:
         """Counts for the manifest: what was read, redacted and left out, what is in each split, the log's load.

@@ -19,7 +19,7 @@ from ..specdec.continuous_batching import PlainDecoder, QueuedRequest
 from ..specdec.requests import Request
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.targets import Target
-from .chat_template import render_text
+from .chat_template import UNKNOWN_TIME, render_text
 from .conversation import Conversation, Message, Turn, turns
 from .files import first_line
 from .records import DEFAULT_COLUMNS, Record
@@ -93,7 +93,7 @@ def user_turn(tokenizer: Any) -> UserTurn:
     Raises InputError for a tokenizer without chat template, or with one that does not show the user's text once.
     """
     # 1) What the template puts before the user's text is the prefix that the target continues.
-    text = render_text(tokenizer, [Message(role="user", content=_SENTINEL)])
+    text = render_text(tokenizer, [Message(role="user", content=_SENTINEL)], asked_at=UNKNOWN_TIME)
     if text.count(_SENTINEL) != 1:
         raise InputError(f"{tokenizer.name_or_path}: its chat template does not show a user message once and unchanged")
     prefix, suffix = text.split(_SENTINEL)

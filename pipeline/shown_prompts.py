@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
             "domain": one.domain,
             "split": one.split,
             "turn": turn.index,
+            **({"asked_at": _iso(one.asked_at)} if one.asked_at is not None else {}),
             **_rendered(tokenizer, one, turn),
             **_answered(recipe, one),
             "changed": _changed(one, turn, redacted[one.id], stands_for.get(one.id, {})),
@@ -150,6 +152,10 @@ def _print(console: Console, record: Json) -> None:
     if "waits_for_answers" in record:
         lines.append(f"x stands for {record['waits_for_answers']} answers that the target has still to give")
     console.print("\n".join(lines), markup=False, soft_wrap=True, style="dim")
+
+
+def _iso(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).isoformat(timespec="seconds")
 
 
 def _short(sampling: Mapping[str, Any]) -> str:

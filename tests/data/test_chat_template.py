@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
 
 import pytest
 from byte_level import byte_level_tokenizer
 
-from draftforge.data.chat_template import render, shown_messages, takes_parts
-from draftforge.data.conversation import Message
+from draftforge.data.chat_template import render, render_text, shown_messages, takes_parts, turn_text
+from draftforge.data.conversation import Message, turns
+from draftforge.data.records import Record
 from draftforge.errors import InputError
 
 ASK = Message(role="user", content="Hi")
@@ -52,6 +54,21 @@ def test_tools_and_template_arguments_reach_the_template(prompt: Prompt) -> None
     assert prompt(template, [ASK], [{"name": "clock"}], {"effort": "high"}) == '[{"name": "clock"}] high: Hi'
     several = {"default": "plain", "tool_use": "with tools"}
     assert [prompt(several, [ASK], tools) for tools in (None, [{"name": "clock"}])] == ["plain", "with tools"]
+
+
+def test_a_template_is_told_the_time_of_the_request(prompt: Prompt) -> None:
+    """Not that of the capture: the same conversation gives the same prompt on any day."""
+    tokenizer = byte_level_tokenizer(["Hi"], 262)
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y %H:%M') }} {{ messages[0].content }}"
+    record = Record("d", (ASK,))
+    for asked_at, shown in ((1795860000.5, "28 Nov 2026 10:00"), (None, "26 Jul 2024 00:00")):
+        conversation = record.conversation(cluster="k", split="train", asked_at=asked_at)
+        assert turn_text(tokenizer, conversation, turns(conversation)[0]) == f"{shown} Hi"
+    # Whoever asks now is told the time of now, also after another one was told his.
+    assert prompt("{{ strftime_now('%Y') }}", [ASK]) == datetime.now().strftime("%Y")
+    with pytest.raises(InputError):
+        render_text(tokenizer, [said("user", "\ud800")], asked_at=0.0)
+    assert prompt("{{ strftime_now('%Y') }}", [ASK]) == datetime.now().strftime("%Y")
 
 
 def test_text_parts_are_joined_as_the_engine_joins_them(prompt: Prompt) -> None:

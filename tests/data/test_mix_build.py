@@ -54,6 +54,20 @@ def test_every_conversation_names_the_line_that_it_was_read_from(tmp_path: Path)
     assert all("where" not in c.model_dump() for c in mix)  # a capture of the same conversations stays
 
 
+def test_every_conversation_knows_when_it_was_asked(tmp_path: Path) -> None:
+    """A copy: its latest time; without a time, or with a wrong clock: the newest of the mix; without any: none."""
+    start = 1_795_860_000.0
+    lines = [line(i, started=start + i) for i in range(60)]
+    lines += [line(3, started=start + 86400), line(3, started=start), line(60), line(61, started=5.0)]
+    for shown in (lines, random.Random(0).sample(lines, len(lines))):
+        mix = load_mix(build(tmp_path, shown, f"mix-{shown is lines}"))
+        times = {c.messages[0].content: c.asked_at for c in mix}
+        newest = start + 86400
+        wanted = {line(i)["turns"][0]: newest if i in (3, 60, 61) else start + i for i in range(62)}
+        assert times == wanted
+    assert {c.asked_at for c in load_mix(build(tmp_path, [line(i) for i in range(60)], "timeless"))} == {None}
+
+
 def test_adding_records_moves_none(tmp_path: Path) -> None:
     before = splits(build(tmp_path, [line(i) for i in range(60)], "before"))
     after = splits(build(tmp_path, [line(i) for i in range(40, 160)], "after"))
