@@ -35,8 +35,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InputError
-from .conversation import Conversation, Engine, Message, PromptEnd, Turn
+from .conversation import Conversation, Engine, Message, PromptEnd, Turn, turn_ends
 from .logs.anthropic import BILLING_HEADER
+from .logs.parsing import prompt_digest
 
 _REFUSED = (TemplateError, ArithmeticError, TypeError, ValueError, RecursionError)
 _CALL_ORDER: dict[Engine, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -65,6 +66,22 @@ def turn_text(tokenizer: Any, conversation: Conversation, turn: Turn, answers: S
         conversation.engine,
         UNKNOWN_TIME if conversation.asked_at is None else conversation.asked_at,
     )
+
+
+OTHER_PROMPT = "its chat template makes another prompt of the messages than the logged one"
+
+
+def renders_as_logged(tokenizer: Any, conversation: Conversation) -> bool:
+    """Whether the template makes of a conversation the last prompt that the engine logged, where it logged one.
+
+    Messages that were taken out of a rendered prompt give it back under the template of the engine alone. Raises
+    InputError.
+    """
+    if conversation.prompt_digest is None:
+        return True
+    end = turn_ends(conversation)[-1]
+    last = Turn(conversation.messages[:end], 0, None, True, conversation.prompt_end)
+    return prompt_digest(turn_text(tokenizer, conversation, last)) == conversation.prompt_digest
 
 
 def render(

@@ -79,6 +79,8 @@ class Conversation(BaseModel):
     """Turns (0, 1, …) that do not count, as a conversation before this one asks them in the very same context."""
     asked_at: float | None = Field(default=None, exclude_if=lambda time: time is None)
     """Unix seconds when it was asked, which a template may print; where its log has no time, the newest of the mix."""
+    prompt_digest: str | None = Field(default=None, exclude_if=lambda digest: digest is None)
+    """Hash of its last prompt as an engine logged it; None: it was not logged."""
     where: str = Field(default="", exclude=True)
     """File and line of the log that it was read from, relative to the recipe; no part of what a capture depends on."""
     skip_invalid: bool = Field(default=False, exclude=True)

@@ -21,8 +21,8 @@ from .. import progress, storage
 from .concurrency import Traffic
 from .conversation import SPLITS, Split
 from .dedup import SIGNATURE_LENGTH, Member, Signature, TurnIndex
-from .prepared_records import Prepared, Preparer, Unit, columns, restored
-from .record_outcomes import SourceCounts
+from .prepared_records import Prepared, Preparer, columns, restored
+from .record_outcomes import SourceCounts, Unit
 from .settings import MixSettings, Source
 from .sources import SamplePrompts, SmallestSample, counted, require_some, units
 from .stratify import LogTable

@@ -66,6 +66,7 @@ _CONVERSATION_SCHEMA = pa.schema(
         ("max_new_tokens", pa.int64()),
         ("asked_elsewhere", pa.list_(pa.int32())),
         ("asked_at", pa.float64()),
+        ("prompt_digest", pa.string()),
     ]
 )
 _ORIGIN_SCHEMA = pa.schema(

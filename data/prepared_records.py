@@ -9,9 +9,8 @@ from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from .conversation import Message
 from .dedup import Signature, group_key, signature, turn_keys
-from .files import Item
-from .logs.chat import Entry
-from .record_outcomes import OVER_LIMIT, Outcome, outcomes_of
+from .logs.parsing import prompt_digest
+from .record_outcomes import OVER_LIMIT, Outcome, Unit, outcomes_of
 from .records import Record
 from .redact import Redactor
 from .settings import MixSettings
@@ -20,8 +19,6 @@ from .stratify import LogRow, log_row
 
 _PLAIN = ("id", "domain", "turn_by_turn", "prompt_end", "engine", "source", "where")
 _NESTED = ("messages", "tools", "template_args", "sampling", "redacted")
-Unit = Item | Entry | Outcome[Any]
-"""A line of a source, or a request that a log's reader joined of several."""
 
 
 class Prepared(NamedTuple):
@@ -153,8 +150,18 @@ def stored(
         "sampling": None if sampling is None else sampling.model_dump(),
         "redacted": dict(redactions),
     }
-    plain = {name: getattr(record, name) for name in _PLAIN} | {"max_new_tokens": max_new_tokens}
+    plain = {name: getattr(record, name) for name in _PLAIN}
+    plain |= {"max_new_tokens": max_new_tokens, "prompt_digest": _logged_prompt(record)}
     return "\n".join(json.dumps(value, ensure_ascii=False) for value in (plain, *nested.values())).encode()
+
+
+def _logged_prompt(record: Record) -> str | None:
+    """Hash of the last prompt as it was logged, in which contents may have been redacted since; None: not logged."""
+    if record.pieces is None:
+        return None
+    first, *rest = record.pieces
+    contents = (message.text for message in record.messages)
+    return prompt_digest(first + "".join(content + piece for content, piece in zip(contents, rest)))
 
 
 def columns(lines: bytes) -> dict[str, Any]:

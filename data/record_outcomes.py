@@ -10,12 +10,12 @@ import re
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from ..errors import InputError
 from .files import Item
-from .logs.chat import Entry, LeftOut, LogReader, Reason, Timing
+from .logs.chat import Entry, JoinedLines, LeftOut, LogReader, Reason, Timing
 from .logs.readers import FORMATS
 from .records import DEFAULT_COLUMNS, Record, parse
 from .settings import LABEL, DatasetSource, FileSource, Shape, Source, TargetSource
@@ -149,8 +149,12 @@ def name_of(source: Source) -> str:
     return "prompts of the target"
 
 
-def read_item(reader: LogReader, item: Item, server: str) -> Iterator[Entry | Outcome[Record]]:
-    """Yield what a reader makes of one item: entries, one for each request in it, or what else became of it."""
+Unit = Item | JoinedLines | Entry | Outcome[Any]
+"""A line of a source; a request of a log, joined of several lines, taken apart or not yet; or what became of it."""
+
+
+def read_item(reader: LogReader, item: Item, server: str) -> Iterator[Entry | JoinedLines | Outcome[Record]]:
+    """Yield what a reader makes of one item: a request each, or what else became of it."""
     entries = 0
     try:
         for entry in reader.feed(item.decode(), item.where, server):
@@ -165,7 +169,7 @@ def read_item(reader: LogReader, item: Item, server: str) -> Iterator[Entry | Ou
             yield Outcome(item.where, left_out=JOINED)
 
 
-def outcomes_of(source: Source, index: int, unit: Item | Entry | Outcome[Record]) -> Iterator[Outcome[Record]]:
+def outcomes_of(source: Source, index: int, unit: Unit) -> Iterator[Outcome[Record]]:
     """Yield the outcomes of one line or request: one, or one a request where a line holds a page of several.
 
     `unit`: an item of the source's files, or what a reader made of one that must see all lines in order.
@@ -174,11 +178,21 @@ def outcomes_of(source: Source, index: int, unit: Item | Entry | Outcome[Record]
         yield unit
     elif isinstance(unit, Entry):
         yield _of_entry(source, index, unit)
+    elif not isinstance(unit, Item):
+        yield _of_joined(source, index, unit)
     elif isinstance(source, FileSource) and source.kind in FORMATS:
         for part in read_item(FORMATS[source.kind].reader(source), unit, ""):
             yield from outcomes_of(source, index, part)
     else:
         yield _of_line(source, index, unit)
+
+
+def _of_joined(source: Source, index: int, joined: JoinedLines) -> Outcome[Record]:
+    """Outcome of a request that is still to be taken apart."""
+    try:
+        return _of_entry(source, index, joined.entry())
+    except InputError as error:
+        return Outcome(joined.where, broken=str(error))
 
 
 def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
@@ -199,7 +213,10 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
         timing = timing._replace(started=None, ended=None)
     elif not entry.in_flight:
         timing = timing._replace(ended=None)
-    return _parsed(source, index, entry.line, "messages", entry.where, timing)._replace(timing=busy)
+    found = _parsed(source, index, entry.line, "messages", entry.where, timing)._replace(timing=busy)
+    if entry.pieces is None or found.record is None:
+        return found
+    return found.with_record(replace(found.record, pieces=tuple(entry.pieces)))
 
 
 def _of_line(source: Source, index: int, item: Item) -> Outcome[Record]:

@@ -16,9 +16,9 @@ from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError, RecipeError, named
 from . import files
 from .concurrency import Traffic
-from .logs.chat import Entry, LogReader
+from .logs.chat import Entry, JoinedLines, LogReader
 from .logs.readers import FORMATS
-from .record_outcomes import COPY, OVER_LIMIT, Outcome, SourceCounts, name_of, outcomes_of, read_item
+from .record_outcomes import COPY, OVER_LIMIT, Outcome, SourceCounts, Unit, name_of, outcomes_of, read_item
 from .records import DEFAULT_COLUMNS, Record
 from .settings import DatasetSource, FileKind, FileSource, MixSettings, Shape, Source, TargetSource
 
@@ -192,7 +192,7 @@ def units(
     index: int,
     counts: SourceCounts,
     sample_prompts: SamplePrompts | None = None,
-) -> Iterator[files.Item | Entry | Outcome[Record]]:
+) -> Iterator[Unit]:
     """Yield what `outcomes_of` takes, in order: a source's lines, or the requests that a log's reader joins of them."""
     if isinstance(source, TargetSource):
         return _target_prompts(source, base_dir, index, sample_prompts)
@@ -212,7 +212,7 @@ def _file_items(source: FileSource, paths: Sequence[Path], title: str) -> Iterat
 
 def _file_units(
     source: FileSource, paths: Sequence[Path], items: Iterator[files.Item], counts: SourceCounts
-) -> Iterator[files.Item | Entry | Outcome[Record]]:
+) -> Iterator[Unit]:
     # Our own shapes, and logs whose lines are complete in themselves, are parsed item by item.
     if source.kind in FORMATS and (form := FORMATS[source.kind]).joins:
         return _joined(form.reader(source), items, _servers(paths), counts)
@@ -221,7 +221,7 @@ def _file_units(
 
 def _joined(
     reader: LogReader, items: Iterable[files.Item], servers: Mapping[Path, str], counts: SourceCounts
-) -> Iterator[Entry | Outcome[Record]]:
+) -> Iterator[Entry | JoinedLines | Outcome[Record]]:
     """Yield what a reader that joins lines makes of them."""
     for item in items:
         yield from read_item(reader, item, servers[item.path])

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.text import Text
 
-from ..data.chat_template import ids_of_text, turn_text
+from ..data.chat_template import OTHER_PROMPT, ids_of_text, renders_as_logged, turn_text
 from ..data.conversation import Conversation, Turn, turns
 from ..data.mix import LEFT_OUT, ORIGINS, load_log, load_manifest, load_mix
 from ..data.split import unit
@@ -85,6 +85,8 @@ def _rendered(tokenizer: Any, one: Conversation, turn: Turn) -> Json:
     answers = [_STAND_IN] * turn.index if turn.waits_for is not None else []
     waits = {"waits_for_answers": turn.index} if turn.waits_for is not None else {}
     try:
+        if not renders_as_logged(tokenizer, one):
+            return {"refused": OTHER_PROMPT, **waits}
         text = turn_text(tokenizer, one, turn, answers)
         ids = ids_of_text(tokenizer, text)
     except InputError as error:

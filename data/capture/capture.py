@@ -164,7 +164,7 @@ def _say_what_is_refused(prompts: Prompts) -> None:
     if prompts.refused:
         reasons = Counter(prompts.refused.values()).most_common()
         more = f", and for {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
-        say(f"turns left out (skip_invalid): {len(prompts.refused)}, as {reasons[0][0]}{more}")
+        say(f"turns left out: {len(prompts.refused)}, {reasons[0][1]} as {reasons[0][0]}{more}")
 
 
 def _check_same_plan(plan: _Plan, ranks: Ranks) -> None:

@@ -13,7 +13,7 @@ from ...errors import ContextLengthError, InputError
 from ...progress import track
 from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target
-from ..chat_template import require_chat_template, turn_ids
+from ..chat_template import OTHER_PROMPT, renders_as_logged, require_chat_template, turn_ids
 from ..conversation import Conversation, Split, Turn, turns
 from ..settings import CaptureSettings
 from ..split import seed_of
@@ -129,7 +129,9 @@ class Prompts:
         self._ready: dict[tuple[str, int], array[int]] = {}
         self._bare: dict[tuple[str, int], int] = {}
         self.refused: dict[tuple[str, int], str] = {}
-        """Why the target takes no prompt of a turn that its source allows to be skipped, by conversation and turn."""
+        """Why a turn is not asked, by conversation and turn: the target takes no prompt of it, and its source allows to
+        skip it; or the prompt would not be the one that was logged."""
+        self._as_logged: dict[str, bool] = {}
         # Several sampling settings ask the same turn, so each is rendered once and kept as 4 bytes a token.
         turns = {(turn.conversation.id, turn.turn.index): turn for shard in shards for turn in shard.answers}
         for key, turn in track(turns.items(), "Rendering prompts", unit="prompts"):
@@ -172,14 +174,19 @@ class Prompts:
         return turn.waits_for is not None or 0 < self.known_tokens(turn) < self._target.max_positions
 
     def _render(self, turn: TurnRequest, earlier: Sequence[str]) -> list[int] | str:
-        """Prompt ids; or, where the turn's source allows to skip it, why the target takes none."""
+        """Prompt ids; or why the turn is not asked."""
+        conversation = turn.conversation
         try:
-            ids = turn_ids(self._target.tokenizer, turn.conversation, turn.turn, earlier)
+            if conversation.id not in self._as_logged:
+                self._as_logged[conversation.id] = renders_as_logged(self._target.tokenizer, conversation)
+            if not self._as_logged[conversation.id]:
+                return OTHER_PROMPT
+            ids = turn_ids(self._target.tokenizer, conversation, turn.turn, earlier)
             self._target.check_ids(ids)
         except InputError as error:
-            if turn.conversation.skip_invalid:
+            if conversation.skip_invalid:
                 return str(error)
-            hint = "; `skip_invalid` of its source leaves it out" if turn.conversation.where else ""
+            hint = "; `skip_invalid` of its source leaves it out" if conversation.where else ""
             raise InputError(f"{place_of(turn)}: {error}{hint}") from None
         return ids
 
@@ -207,7 +214,8 @@ def check_domains(shards: Sequence[ShardPlan], prompts: Prompts, may_be_unanswer
     if lost:
         raise InputError(
             f"capture: no turn of {', '.join(map(repr, lost))} can be asked: the target's chat template refuses them, "
-            "or its context is too short; a domain that may end so must stand in mix.may_be_unanswered"
+            "or makes other prompts than the logged ones, or its context is too short; a domain that may end so must "
+            "stand in mix.may_be_unanswered"
         )
 
 

@@ -1,7 +1,7 @@
 """Log entries, and what the readers of all chat logs share: request bodies, encoded fields, labels."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -79,17 +79,29 @@ class Entry:
     """Whether this line shows a request that an engine was busy with; False where another line of the log shows it."""
     dated: bool = True
     """Whether the year of the times is known; if not, only their differences mean something."""
+    pieces: Sequence[str] | None = None
+    """The markup around the contents of its messages, where they come from a rendered prompt."""
+
+
+class JoinedLines(Protocol):
+    """A request whose lines are joined, and not yet taken apart: any process can do that."""
+
+    where: str
+
+    def entry(self) -> Entry:
+        """The request. Raises InputError starting with its place."""
+        ...
 
 
 class LogReader(Protocol):
     """Reads one source's log in the order it was written."""
 
-    def feed(self, value: Any, where: str, server: str) -> Iterable[Entry]:
+    def feed(self, value: Any, where: str, server: str) -> Iterable[Entry | JoinedLines]:
         """Take one line, value or row; `server` is whose file it stands in. Raises InputError starting with `where`."""
         ...
 
-    def finish(self) -> Iterable[Entry]:
-        """Entries of requests that still wait when the log ends."""
+    def finish(self) -> Iterable[Entry | JoinedLines]:
+        """Requests that still wait when the log ends."""
         ...
 
 

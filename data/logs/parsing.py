@@ -12,6 +12,7 @@ user turn) stays part of its message.
 """
 
 import ast
+import hashlib
 import math
 import re
 from datetime import UTC, datetime
@@ -27,6 +28,8 @@ class Rendered(NamedTuple):
 
     messages: list[dict[str, str]]
     template_args: dict[str, Any]
+    pieces: list[str]
+    """The markup before, between and behind the messages' contents: with these it is the prompt."""
 
 
 class _Markup(NamedTuple):
@@ -72,6 +75,12 @@ def unrender(prompt: str) -> Rendered | None:
     return next((found for markup in _MARKUPS if (found := _read(prompt, markup)) is not None), None)
 
 
+def prompt_digest(text: str) -> str:
+    """Hash of a rendered prompt (32 hex digits), whether or not it begins with the token that a tokenizer may add."""
+    begin = next((markup.begin for markup in _MARKUPS if markup.begin and text.startswith(markup.begin)), "")
+    return hashlib.blake2b(text[len(begin) :].encode(), digest_size=16).hexdigest()
+
+
 def unread_reason(prompt: str) -> Literal["prompt in an unread markup", "raw prompt"]:
     """Reason why `unrender` cannot read a complete prompt: another markup, or no chat at all."""
     chat = re.search(r"<[|｜][\w ▁]+[|｜]>|<start_of_turn>|\[INST\]", prompt)
@@ -81,14 +90,16 @@ def unread_reason(prompt: str) -> Literal["prompt in an unread markup", "raw pro
 def _read(prompt: str, markup: _Markup) -> Rendered | None:
     # 1) Closed turns, one after the other.
     at = len(markup.begin) if prompt.startswith(markup.begin) else 0
-    messages: list[dict[str, str]] = []
+    messages, pieces, behind = list[dict[str, str]](), list[str](), 0
     arguments: dict[str, Any] = {}
     while turn := markup.turn.match(prompt, at):
         role = markup.roles.get(turn[1])
         if role is None or markup.control.search(turn[2]):
             return None
         messages.append({"role": role, "content": turn[2]})
-        at = turn.end()
+        pieces.append(prompt[behind : turn.start(2)])
+        at, behind = turn.end(), turn.end(2)
+    pieces.append(prompt[behind:])
 
     # 2) The opened turn of the assistant, and how much thinking the template began there.
     rest = prompt[at:]
@@ -103,22 +114,26 @@ def _read(prompt: str, markup: _Markup) -> Rendered | None:
         return None
 
     # 3) What the template wrote itself. Empty messages stay: an empty system prompt switches a default one off.
-    return Rendered(messages, arguments) if _strip_dates(messages, markup, arguments) and messages else None
+    found = Rendered(messages, arguments, pieces)
+    return found if _strip_dates(found, markup) and messages else None
 
 
-def _strip_dates(messages: list[dict[str, str]], markup: _Markup, arguments: dict[str, Any]) -> bool:
+def _strip_dates(found: Rendered, markup: _Markup) -> bool:
     """Move the dates that Llama 3's template puts above the system message into an argument: it would add them again,
     and alone they are no message.
 
     False: the system message holds what no argument gives back.
     """
+    messages, pieces = found.messages, found.pieces
     if markup is not _LLAMA3 or not messages or messages[0]["role"] != "system":
         return True
     dates = _DATES.match(messages[0]["content"])
     if dates:
-        arguments["date_string"] = dates[1]
+        found.template_args["date_string"] = dates[1]
         rest = messages[0]["content"][dates.end() :]
         messages[:1] = [{"role": "system", "content": rest}] if rest else []
+        pieces[0] += dates[0]
+        pieces[:2] = pieces[:2] if rest else ["".join(pieces[:2])]
         return "Environment: ipython" not in rest.split("\n")
     return "Environment: ipython" not in messages[0]["content"].split("\n")
 

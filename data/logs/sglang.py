@@ -12,10 +12,11 @@ and times and token counts from the `Finish` lines.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InputError
-from .chat import Entry, Reason, Timing, body_of, count, line_of
+from .chat import Entry, JoinedLines, Reason, Timing, body_of, count, line_of
 from .containers import ContainerLines
 from .parsing import arguments, fields, is_cut, literal, number, seconds, unread_reason, unrender
 
@@ -25,7 +26,8 @@ _TEXT = re.compile(
 _HEALTH = "HEALTH_CHECK"
 _CUT_AT = 1024  # level 2 keeps so many characters of both ends, with dots between them
 _SETTINGS = ("input_embeds", "lora_path", "session_params", "custom_logit_processor")
-_EVENTS = {"request.received.openai": "Receive OpenAI", "request.received": "Receive", "request.finished": "Finish"}
+_REQUEST, _REQUEST_EVENT = "Receive OpenAI", "request.received.openai"
+_EVENTS = {_REQUEST_EVENT: _REQUEST, "request.received": "Receive", "request.finished": "Finish"}
 _KEPT = ("rid", "text", "sampling_params", "received_time", *_SETTINGS)
 _MEDIA = ("image_data", "video_data", "audio_data")
 _LEAST_FAILURE = 400
@@ -39,22 +41,44 @@ class SglangReader:
         self._with_requests: set[str] = set()
         """Servers whose logs have requests as the client sent them."""
 
-    def feed(self, value: str, where: str, server: str) -> Iterable[Entry]:
+    def feed(self, value: str, where: str, server: str) -> Iterable[JoinedLines]:
         line = self._lines.whole(value, where, server)
         if line is None:
             return
-        where = line.where
-        event, when, obj, out = _event(line.text, where)
-        if event == "Receive OpenAI":
+        if server not in self._with_requests and _is_request(line.text):
             self._with_requests.add(server)
-            yield _received(obj, where, when)
-        elif event == "Finish":
-            yield _finished(obj, out, where, when, server, server in self._with_requests)
-        else:
-            yield Entry(where, left_out="joined with another line" if event else "other log line")
+        yield _Line(line.where, server, line.text, server in self._with_requests)
 
     def finish(self) -> Iterator[Entry]:
         yield from ()
+
+
+@dataclass
+class _Line:
+    """A whole line of a server, whose log has requests as the client sent them, or not."""
+
+    where: str
+    server: str
+    text: str
+    has_requests: bool
+
+    def entry(self) -> Entry:
+        event, when, obj, out = _event(self.text, self.where)
+        if event == _REQUEST:
+            return _received(obj, self.where, when)
+        if event == "Finish":
+            return _finished(obj, out, self.where, when, self.server, self.has_requests)
+        return Entry(self.where, left_out="joined with another line" if event else "other log line")
+
+
+def _is_request(text: str) -> bool:
+    """Whether a line is a request as the client sent it; most lines tell without being taken apart."""
+    if _REQUEST not in text and _REQUEST_EVENT not in text:
+        return False
+    try:
+        return _event(text, "")[0] == _REQUEST
+    except InputError:
+        return False
 
 
 def _event(value: str, where: str) -> tuple[str | None, float | None, Any, Any]:
@@ -136,7 +160,8 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
     answer = out.get("text") if isinstance(out, Mapping) else None
     params = obj.get("sampling_params")
     settings = {name: obj.get(name) for name in _SETTINGS} | (dict(params) if isinstance(params, Mapping) else {})
-    return Entry(where, line_of(rendered, None if isinstance(answer, _Cut) else answer, settings), None, timing)
+    line = line_of(rendered, None if isinstance(answer, _Cut) else answer, settings)
+    return Entry(where, line, None, timing, pieces=rendered.pieces)
 
 
 def _failed(out: Any) -> bool:

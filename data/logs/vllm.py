@@ -12,11 +12,11 @@ Docker and Kubernetes. A text line has no year: it comes from the source's `year
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from .chat import Entry, Reason, Timing, line_of
+from .chat import Entry, JoinedLines, Reason, Timing, line_of
 from .containers import ContainerLines, LogLine
 from .parsing import Rendered, arguments, fields, literal, seconds, unread_reason, unrender
 
@@ -37,21 +37,47 @@ _HALF_A_YEAR, _A_YEAR = 183 * 86400.0, 360 * 86400.0
 
 @dataclass
 class _Request:
-    """A request whose answer has not been logged yet."""
+    """A request: what is printed in its lines, in their order."""
 
     where: str
     server: str
     started: float | None
     dated: bool
+    received: list[str] = field(default_factory=list)
+    """Of the lines that show it: `Received request`, and the one with its prompt."""
     has_params: bool = False
-    """Whether its line `Received request` was read; `has_details`: the other one, with its prompt."""
+    """Whether the first of them was read; `has_details`: the other one."""
     has_details: bool = False
-    params: str | None = None
-    adapter: str | None = None
-    prompt: str | None = None
-    prompt_ids: str | None = None
-    embeds: str | None = None
-    answer_ids: int | None = None
+    answered: list[str] = field(default_factory=list)
+    """Of the lines that show its answer."""
+    ended: float | None = None
+    left_out: Reason | None = None
+
+    def entry(self) -> Entry:
+        # 1) The answer, in the last of its lines, and its ids, in any.
+        answers = [_parts(line) for line in self.answered]
+        counts = [count for parts in reversed(answers) if (count := _count_ids(parts.get("output_token_ids")))]
+        shown = self.shown()
+        prompt_ids = _count_ids(shown.get("prompt_token_ids"))
+        timing = Timing(self.started, self.ended, self.server, prompt_ids, counts[0] if counts else None)
+
+        # 2) The conversation needs a prompt that can be taken apart; times count without one too.
+        rendered = self.left_out or _rendered(shown)
+        if not isinstance(rendered, Rendered):
+            return Entry(self.where, {}, rendered, timing, dated=self.dated)
+        answer = literal(answers[-1].get("output")) if answers else None
+        text = None if isinstance(answer, str) and _NO_TEXT.fullmatch(answer) else answer
+        line = line_of(rendered, text, _settings(shown))
+        return Entry(self.where, line, None, timing, dated=self.dated, pieces=rendered.pieces)
+
+    def shown(self) -> dict[str, str]:
+        """What its lines show of it by name; of the parts that tell nothing the earlier ones stay."""
+        found: dict[str, str] = {}
+        for line in self.received:
+            parts = _parts(line)
+            parts["params"] = parts.get("params") or parts.get("sampling_params") or ""
+            found |= {name: part for name, part in parts.items() if part and (name != "prompt" or part != "None")}
+        return found
 
 
 class VllmReader:
@@ -65,7 +91,7 @@ class VllmReader:
         self._waiting: dict[tuple[str, str], list[_Request]] = {}
         self._count = 0
 
-    def feed(self, value: str, where: str, server: str) -> Iterable[Entry]:
+    def feed(self, value: str, where: str, server: str) -> Iterable[Entry | JoinedLines]:
         # Lines that are of no request, then the parts of one: its start and details, its failure or end, the answer.
         line = self._lines.whole(value, where, server)
         if line is None:
@@ -78,22 +104,21 @@ class VllmReader:
             yield Entry(where, left_out="other log line")
             return
         when, dated = self._when(text[: found.start()], stamp, server)
-        parts = fields(text[found.end() :].rstrip().removesuffix("."))
+        rest = text[found.end() :]
         if kind == "Request" and form != "details":
             yield from self._ended(where, server, name, form == "failed")
         elif kind in ("Received request", "Request"):
-            yield from self._received(where, server, name, kind, parts, when, dated)
+            yield from self._received(where, server, name, kind, rest, when, dated)
         elif form is None or "delta" not in form:
-            yield from self._answered(where, server, name, parts, when, dated, "details" in (form or ""))
+            yield from self._answered(where, server, name, rest, when, dated, "details" in (form or ""))
 
-    def finish(self) -> Iterator[Entry]:
-        for request in [request for requests in self._waiting.values() for request in requests]:
-            yield _entry(request)
+    def finish(self) -> Iterator[JoinedLines]:
+        yield from [request for requests in self._waiting.values() for request in requests]
         self._waiting.clear()
 
     def _received(
-        self, where: str, server: str, name: str, kind: str, parts: dict[str, str], when: float | None, dated: bool
-    ) -> Iterator[Entry]:
+        self, where: str, server: str, name: str, kind: str, rest: str, when: float | None, dated: bool
+    ) -> Iterator[JoinedLines]:
         # 1) A request has each of two lines once: another one of the same kind and id begins another request.
         waiting = self._waiting.setdefault((server, name), [])
         has = "has_params" if kind == "Received request" else "has_details"
@@ -103,38 +128,32 @@ class VllmReader:
             waiting.append(request)
             self._count += 1
         setattr(request, has, True)
+        request.received.append(rest)
 
-        # 2) The prompt may stand in either.
-        request.params = parts.get("params") or parts.get("sampling_params") or request.params
-        request.adapter = parts.get("lora_request") or request.adapter
-        request.prompt_ids = parts.get("prompt_token_ids") or request.prompt_ids
-        request.embeds = parts.get("prompt_embeds shape") or request.embeds
-        if parts.get("prompt", "None") != "None":
-            request.prompt = parts["prompt"]
-
-        # 3) The oldest one is given up, without an end.
+        # 2) The oldest one is given up, without an end.
         if self._count > _MOST_WAITING:
             oldest = next(iter(self._waiting))
-            yield _entry(self._take(oldest, 0))
+            yield self._take(oldest, 0)
 
-    def _ended(self, where: str, server: str, name: str, failed: bool) -> Iterator[Entry]:
+    def _ended(self, where: str, server: str, name: str, failed: bool) -> Iterator[Entry | JoinedLines]:
         """End a request without an answer: the newest of those that failed, the oldest of those that were given up."""
         if (server, name) not in self._waiting:
             yield Entry(where, left_out="other log line")
             return
         request = self._take((server, name), -1 if failed else 0)
-        yield _entry(request, "failed request" if failed else None)
+        request.left_out = "failed request" if failed else None
+        yield request
 
     def _answered(
         self,
         where: str,
         server: str,
         name: str,
-        parts: dict[str, str],
+        rest: str,
         when: float | None,
         dated: bool,
         only_ids: bool,
-    ) -> Iterator[Entry]:
+    ) -> Iterator[Entry | JoinedLines]:
         # A completion's first prompt is logged as its id with a number behind it, its answer without one.
         names = (name, f"{name}-0", f"{name}_0")
         key = next(((server, known) for known in names if (server, known) in self._waiting), None)
@@ -146,17 +165,18 @@ class VllmReader:
         # names of their own, which no id has.
         waiting = self._waiting[key]
         if only_ids:
-            waiting[-1].answer_ids = _count_ids(parts.get("output_token_ids"))
+            waiting[-1].answered.append(rest)
             return
-        if any(one.prompt != waiting[0].prompt for one in waiting):
+        if len({one.shown().get("prompt") for one in waiting} if len(waiting) > 1 else ()) > 1:
             for one in self._waiting.pop(key):
                 self._waiting[server, f"{name} {len(self._waiting)} {where}"] = [one]
             yield Entry(where, left_out="answer without its request")
             return
         request = self._take(key, -1)
-        request.answer_ids = _count_ids(parts.get("output_token_ids")) or request.answer_ids
+        request.answered.append(rest)
         # A date of an unknown year and one of a known year make no length.
-        yield _entry(request, None, when if dated == request.dated else None, literal(parts.get("output")))
+        request.ended = when if dated == request.dated else None
+        yield request
 
     def _take(self, key: tuple[str, str], index: int) -> _Request:
         """Remove one of the requests that wait under an id."""
@@ -216,29 +236,32 @@ def _message(line: LogLine) -> tuple[str, Any]:
     return _COLOURS.sub("", line.text), line.stamp
 
 
-def _entry(request: _Request, reason: Reason | None = None, ended: float | None = None, answer: Any = None) -> Entry:
-    # The conversation needs a prompt that can be taken apart; times count without one too.
-    timing = Timing(request.started, ended, request.server, _count_ids(request.prompt_ids), request.answer_ids)
-    rendered = reason or _rendered(request)
-    if not isinstance(rendered, Rendered):
-        return Entry(request.where, {}, rendered, timing, dated=request.dated)
-    # Settings from the printed SamplingParams; what is no literal stays as it is printed.
-    printed = {**arguments(request.params or ""), "lora_request": request.adapter, "prompt_embeds": request.embeds}
+def _parts(rest: str) -> dict[str, str]:
+    """Named parts of a line, behind the request's id."""
+    return fields(rest.rstrip().removesuffix("."))
+
+
+def _settings(shown: dict[str, str]) -> dict[str, Any]:
+    """Settings from the printed SamplingParams; what is no literal stays as it is printed."""
+    params = shown.get("params", "")
+    printed = {
+        **arguments(params),
+        "lora_request": shown.get("lora_request"),
+        "prompt_embeds": shown.get("prompt_embeds shape"),
+    }
     settings = {
         name: part if (value := literal(part)) is None else value
         for name, part in printed.items()
         if part not in (None, "None")
     }
-    if request.params and request.params.startswith("BeamSearchParams("):
-        settings["use_beam_search"] = True
-    text = None if isinstance(answer, str) and _NO_TEXT.fullmatch(answer) else answer
-    return Entry(request.where, line_of(rendered, text, settings), None, timing, dated=request.dated)
+    return settings | ({"use_beam_search": True} if params.startswith("BeamSearchParams(") else {})
 
 
-def _rendered(request: _Request) -> Rendered | Reason:
-    if request.params is not None and not request.params.startswith(("SamplingParams(", "BeamSearchParams(")):
+def _rendered(shown: dict[str, str]) -> Rendered | Reason:
+    params = shown.get("params")
+    if params is not None and not params.startswith(("SamplingParams(", "BeamSearchParams(")):
         return "no chat request"
-    prompt = literal(request.prompt)
+    prompt = literal(shown.get("prompt"))
     if not isinstance(prompt, str):
         return "no text logged"
     return unrender(prompt) or unread_reason(prompt)

@@ -8,6 +8,7 @@ import pytest
 
 from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.conversation import Conversation, Message
+from draftforge.data.logs.parsing import prompt_digest
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
@@ -62,7 +63,25 @@ def test_what_the_template_refuses_may_be_skipped_and_is_counted(
     skipped = {one["id"]: one["reason"] for one in found.manifest["skipped"]}
     assert set(skipped) == {"7/0/t0", "8/0/t0", "9/1/t0"}
     assert all("must alternate" in reason for reason in skipped.values())
-    assert "turns left out (skip_invalid): 3, as " in capsys.readouterr().err
+    assert "turns left out: 3, 3 as " in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_rendered_otherwise_than_it_was_logged_is_left_out(
+    target: Target, tmp_path: Path, template: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the source allows: the engine's log says what was asked."""
+    template("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    logged = "<user>user 0<assistant>assistant 1<user>user 2"
+    same = talk("1", "user", "assistant", "user", prompt_digest=prompt_digest(logged))
+    other = talk("2", "user", "assistant", "user", prompt_digest=prompt_digest(logged + "\n"))
+    found = run(target, [same, other], tmp_path / "capture", may_be_unanswered=())
+    assert {(s.conversation, s.turn) for s in found.samples("train")} == {("1", 0), ("1", 1)}
+    reason = "its chat template makes another prompt of the messages than the logged one"
+    skipped = {one["id"]: one["reason"] for one in found.manifest["skipped"]}
+    assert skipped == {"2/0/t0": reason, "2/1/t0": reason}
+    assert f"turns left out: 2, 2 as {reason}" in capsys.readouterr().err
+    with pytest.raises(InputError, match="or makes other prompts than the logged ones"):
+        run(target, [other], tmp_path / "other", may_be_unanswered=())
 
 
 def test_a_domain_that_nothing_can_be_asked_of_ends_the_run(

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from byte_level import byte_level_tokenizer
 from log_reading import SAMPLES, read_log, write_lines
 
+from draftforge.data.chat_template import renders_as_logged
 from draftforge.data.logs.parsing import unrender
 from draftforge.data.logs.vllm import VllmReader
+from draftforge.data.mix import build_mix, load_mix
+from draftforge.data.settings import MixSettings
 from draftforge.errors import InputError
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -226,7 +230,8 @@ def test_vllm_settings_of_the_request_are_handed_on(tmp_path: Path) -> None:
     lines = started("c-1", asked("a"), **odd, lora_request="LoRARequest(lora_name='x')")
     reader = VllmReader(None)
     assert [entry for line in lines for entry in reader.feed(line, "v:1", "v")] == []
-    (entry,) = reader.finish()
+    (joined,) = reader.finish()
+    entry = joined.entry()
     request = entry.line["request"]
     assert (request["stop"], request["min_tokens"], request["n"]) == (["END"], 2, 1)
     assert request["structured_outputs"] == odd["structured_outputs"] and "logit_bias" not in request
@@ -282,7 +287,47 @@ def test_vllm_empty_messages_are_kept_as_they_were_served() -> None:
     blank = unrender(asked(" \n", "<|im_start|>system\n\n<|im_end|>\n"))
     assert blank is not None and [message["content"] for message in blank.messages] == ["\n", " \n"]
     only = unrender("<|im_start|>system\nGo.<|im_end|>\n<|im_start|>assistant\n<think>\n")
-    assert only == ([{"role": "system", "content": "Go."}], {"enable_thinking": True})
+    assert only is not None and only.messages == [{"role": "system", "content": "Go."}]
+    assert only.template_args == {"enable_thinking": True}
+    assert only.pieces == ["<|im_start|>system\n", "<|im_end|>\n<|im_start|>assistant\n<think>\n"]
+
+
+RENDERED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_prompt_that_is_taken_apart_is_compared_with_the_logged_one(tmp_path: Path, kind: str) -> None:
+    """Redacted ones too. Another template makes another prompt of the same messages, which shows."""
+    system = "<|im_start|>system\nBe kind.<|im_end|>\n"
+    texts = [" ".join(f"word{(i + 1) * j % 89}" for j in range(1, 9)) for i in range(60)]
+    prompts = [
+        asked(f"{text} ann@example.org", *(system,) * (i % 2)) + "<think>\n\n</think>\n\n" * (i % 3 == 0)
+        for i, text in enumerate(texts)
+    ]
+    write_lines(
+        tmp_path / "engine.log",
+        *(
+            line
+            for i, prompt in enumerate(prompts)
+            for line in (started(f"c-{i}", prompt) if kind == "vllm" else [finished(f"r{i}", prompt)])
+        ),
+    )
+    source = {"kind": kind, "path": "engine.log", "domain": "d"}
+    build_mix(MixSettings.model_validate({"sources": [source]}), tmp_path, tmp_path / "mix")
+    mix, tokenizer = load_mix(tmp_path / "mix"), byte_level_tokenizer(["Hi"], 262)
+    assert len(mix) > 50 and all("<email>" in str(one.messages) for one in mix)
+    thoughtful = ["enable_thinking" not in one.template_args for one in mix]
+    for template, same in (
+        (RENDERED, [True] * len(mix)),
+        ("<bos>" + RENDERED, [True] * len(mix)),  # a log may lack it
+        (RENDERED.replace("<|im_end|>\n{% endfor %}", "<|im_end|>{% endfor %}"), [False] * len(mix)),
+        (RENDERED.replace("<think>\n\n", ""), thoughtful),
+    ):
+        tokenizer.chat_template = template
+        assert [renders_as_logged(tokenizer, one) for one in mix] == same
 
 
 def test_sglang_text_log() -> None:

@@ -36,6 +36,8 @@ def test_messages_come_back(template: str, pairs: list[tuple[str, str]], has_sys
     found = unrender(rendered(template, messages))
     assert found is not None and found.messages == messages
     assert rendered(template, found.messages, **found.template_args) == rendered(template, messages)
+    contents = [message["content"] for message in found.messages]
+    assert "".join(text for pair in zip(found.pieces, [*contents, ""]) for text in pair) == rendered(template, messages)
 
 
 @given(st.sampled_from(sorted(TEMPLATES)), TEXT, st.data())
