@@ -235,7 +235,7 @@ def concurrency_record(traffic: Traffic, settings: MixSettings) -> dict[str, Any
     found = measure_concurrency(traffic)
     if found.pooled is None:
         return None
-    redactor = Redactor(settings.redact)  # replicas go by addresses
+    redactor = Redactor(settings.redact, settings.phone_countries)  # replicas go by addresses
 
     def figures(level: Level) -> dict[str, Any]:
         return {

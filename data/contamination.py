@@ -27,7 +27,7 @@ class EvaluationSet(NamedTuple):
 
 def read_evaluation_sets(settings: MixSettings, base_dir: Path) -> list[EvaluationSet]:
     """Read the evaluation sets of `mix.contamination`, redacted like the mix, so that equal texts stay equal."""
-    redactor = Redactor(settings.redact)
+    redactor = Redactor(settings.redact, settings.phone_countries)
     found: list[EvaluationSet] = []
     for i, name in enumerate(settings.contamination):
         with named(f"mix.contamination[{i}]"):

@@ -44,7 +44,7 @@ class Preparer:
 
     def __init__(self, settings: MixSettings) -> None:
         self._settings = settings
-        self._redactor = Redactor(settings.redact)
+        self._redactor = Redactor(settings.redact, settings.phone_countries)
 
     def prepared_outcomes(self, index: int, units: Iterable[Unit]) -> list[Outcome[Prepared]]:
         """Outcomes of some lines of the source with this index, their records prepared."""
@@ -117,7 +117,7 @@ def _redacted_message(message: Message, redactor: Redactor) -> Message:
         "reasoning": redactor.value(message.reasoning),
         "name": redactor.value(message.name),
         "tool_call_id": redactor.value(message.tool_call_id),
-        "tool_calls": redactor.calls(message.tool_calls),
+        "tool_calls": redactor.value(message.tool_calls),
     }
     changes = {name: value for name, value in changes.items() if value != getattr(message, name)}
     return message.model_copy(update=changes) if changes else message

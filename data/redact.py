@@ -1,267 +1,242 @@
 """Redaction of personal data and secrets: each is replaced by a placeholder and counted; its value is kept nowhere.
 
-Patterns find candidates, and libraries decide where they know better: phonenumbers (numbering plans of many countries),
-python-stdnum (check digits of cards and bank accounts), detect-secrets (formats of services' tokens).
-`tests/data/texts/redaction.txt` measures it on three hundred lines of chat.
+`redaction_rules` finds it. Here texts are brought to the form that the rules read, and back: JSON is decoded and its
+values are redacted, each in its place; escapes (`\\n`, `\\u0040`, `%40`) and digits, spaces and signs of other scripts
+are read as what they stand for. `tests/data/texts/redaction.txt` measures it on three hundred lines of chat.
 
 Redaction does not understand text: names of people and postal addresses stay. Redacted text passes unchanged.
 """
 
-import ipaddress
 import json
 import re
+import unicodedata
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import Any
 
-import phonenumbers
-from detect_secrets.plugins.discord import DiscordBotTokenDetector
-from detect_secrets.plugins.mailchimp import MailchimpDetector
-from detect_secrets.plugins.sendgrid import SendGridDetector
-from detect_secrets.plugins.slack import SlackDetector
-from detect_secrets.plugins.square_oauth import SquareOAuthDetector
-from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
-from detect_secrets.plugins.twilio import TwilioKeyDetector
-from stdnum import iban, luhn
-
+from .redaction_rules import KEY_LIKE, KEY_NAME, NO_SECRET, PASSWORD_NAME, Rule, Span, rules
 from .settings import Kind
 
-_COUNTRIES = (
-    *("US", "GB", "DE", "FR", "ES", "IT", "NL", "BE", "AT", "CH"),
-    *("PL", "SE", "AU", "IN", "BR", "JP", "KR", "CN", "MX"),
-)
-_REGIONS = (None, *_COUNTRIES)
-"""Countries whose numbers are known without their country's code; None: numbers with one."""
-
-
-class _Rule(NamedTuple):
-    """One pattern of a kind of data, and how a match of it is verified."""
-
-    kind: Kind
-    pattern: re.Pattern[str]
-    """Finds the text to replace: the group `value`, or the whole match."""
-    accepted: Callable[[str], int] = len
-    """Verifies the found text: returns the length of its beginning to replace; 0: it is left alone."""
-    needs: tuple[str, ...] = ()
-    """Pre-filter: every text with a match holds one of these in its lower-case form. Empty: no filter."""
-    digit: bool = False
-    """Pre-filter: every text with a match holds a digit."""
-
-
-def _card(text: str) -> int:
-    return len(text) if luhn.is_valid(re.sub("[ -]", "", text)) else 0
-
-
-def _iban(text: str) -> int:
-    """Length of the longest valid account number that the text begins with; words after it may look like more of it."""
-    return next((end for end in range(len(text), 14, -1) if text[end - 1] != " " and iban.is_valid(text[:end])), 0)
-
-
-def _phone(text: str) -> int:
-    # A number that is valid in any of these countries is a phone number.
-    for region in _REGIONS:
-        try:
-            number = phonenumbers.parse(text, region)
-        except phonenumbers.NumberParseException:
-            continue
-        if phonenumbers.is_valid_number(number):
-            return len(text)
-    return 0
-
-
-def _ip(text: str) -> int:
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return 0
-    plausible = address.version == 4 or any(c.isdigit() for c in text)  # `Add::Face` is code, not an address
-    return len(text) if plausible else 0
-
-
-def _pattern(text: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
-    return re.compile(text, re.VERBOSE | flags)
-
-
-# Keys: private key blocks, tokens of known form, and values that a name such as `password` announces.
-_KEY_BLOCK = _pattern(
-    r"(?P<value>-----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z))", re.DOTALL
-)
-_KEY_KNOWN = _pattern(
-    r"""(?<![\w-])(?P<value>
-      (?:sk|pk|rk)[-_](?=[\w-]*\d)[\w-]{16,}     # model and payment services
-    | gh[pousr]_\w{20,} | github_pat_\w{20,} | glpat-[\w-]{16,} | hf_\w{16,} | npm_\w{20,} | pypi-[\w-]{16,}
-    | xox[abeoprs]-[\w-]{10,} | (?:AKIA|ASIA)[0-9A-Z]{16} | AIza[\w-]{30,}
-    | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*           # signed web tokens
-    )(?![\w-])"""
-)
-_KNOWN_STARTS = (
-    *("sk-", "sk_", "pk-", "pk_", "rk-", "rk_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-"),
-    *("hf_", "npm_", "pypi-", "xox", "akia", "asia", "aiza", "eyj"),
-)
-_KEY_MIXED = _pattern(
-    r"(?<![\w-])(?P<value>(?=\w{32})(?=\w*[a-z])(?=\w*[A-Z])(?=(?:[A-Za-z_]*\d){3})[A-Za-z0-9_]{32,})(?![\w-])"
-)
-_KEY_NAMED = _pattern(
-    r"""(?: \bbearer\s+ | \bauthorization:\s*(?:basic|token)\s+
-    | (?:(?:api|account|access|private|encryption)[ _-]?key|secret|token|passw(?:or)?d|pwd)["']?
-      \s*(?:[:=]|\bis\b)\s*["']? )
-    (?P<value>(?=[^\s"'<>()]{0,64}\d)[\w+/=.~!@#$%^&*-]{6,})""",
-    re.IGNORECASE,
-)
-_SERVICES = (
-    (DiscordBotTokenDetector, "."),
-    (MailchimpDetector, "-us"),
-    (SendGridDetector, "sg."),
-    (SlackDetector, "xox", "hooks.slack"),
-    (SquareOAuthDetector, "sq0csp"),
-    (TelegramBotTokenDetector, ":"),
-    (TwilioKeyDetector, "ac", "sk"),
-)
-"""Detectors of services' tokens, and what stands in each token."""
-# User and password of a URL, then addresses and account numbers.
-_URL_LOGIN = _pattern(r"://(?P<value>[^\s/@<>:]{1,100}:[^\s/@<>]{1,200})@")
-_EMAIL = _pattern(r"(?<![\w.+-])(?P<value>(?:[\w.+-]|(?<=\w)'(?=\w))+@[\w-]+(?:\.[\w-]+)+)")
-_CARD = _pattern(r"(?<![\w.-])(?P<value>[2-6]\d{3}(?:[ -]?\d){9,15})(?![\w-])")
-_IBAN = _pattern(r"(?<![\w-])(?P<value>[A-Z]{2}\d{2}(?:\ ?[A-Z0-9]){11,30})(?![A-Za-z0-9])")
-# Machines: addresses (not version or section numbers), hosts of URLs, bare host names of common endings.
-_IP = _pattern(
-    r"""(?<![\w.:])(?<!version\ )(?<!section\ )(?<!chapter\ )(?P<value>
-      (?:\d{1,3}\.){3}\d{1,3}(?!\w|\.\d)
-    | (?=[\w:]*::|(?:\w+:){7})[0-9A-Fa-f:]{3,39}(?![\w:]|\.\d)
-    )""",
-    re.IGNORECASE,
-)
-_URL_HOST = _pattern(
-    r"\b[a-z][a-z0-9+.-]{1,20}://(?:[^\s/@]*@)?(?P<value>[\w-]+(?:\.[\w-]+)*)(?![\w.-]*@)", re.IGNORECASE
-)
-_ENDINGS = ("com", "org", "edu", "gov", "mil", "internal", "local", "lan", "corp", "intranet", "localdomain")
-_LONGER_ENDINGS = (
-    *("net", "io", "dev", "app", "cloud", "ai", "co"),
-    *("us", "uk", "de", "fr", "nl", "eu", "ca", "au", "jp"),
-)
-"""Endings of hosts that have at least three parts."""
-_HOST = _pattern(
-    rf"""(?<![\w.@/<-])(?P<value>
-      (?:[a-z0-9][a-z0-9-]*\.)+(?:{"|".join(_ENDINGS)})
-    | (?:[a-z0-9][a-z0-9-]*\.){{2,}}(?:{"|".join(_LONGER_ENDINGS)})
-    )(?![\w(-]|\.\w)""",
-    re.IGNORECASE,
-)
-# Phone numbers: international, with an area code in brackets, North American, French, German and the like.
-_PHONE = _pattern(
-    r"""(?<![\w.<+/-])(?P<value>
-      (?:\+|00\ ?)[1-9]\d{0,2}[ .-]?(?:\(\d{1,4}\)[ .-]?)?\d{1,4}(?:[ .-]?\d{1,4}){1,6}
-    | \(\d{2,5}\)\ ?\d{2,4}(?:[ .-]\d{2,4}){1,3}
-    | (?:1[ .-])?[2-9]\d{2}[ .-][2-9]\d{2}[ .-]\d{4}
-    | 0[1-9](?:[ .]\d{2}){4}
-    | 0[1-9]\d{1,3}[ /-]\d{3,8}(?:[ -]\d{1,4}){0,2}
-    )(?![\w-])"""
-)
 _DIGITS = tuple("0123456789")
-_SUSPECT = re.compile(r"[0-9@_-]|\.\w|://|(?<!\w)\w{20}")
+_SUSPECT = re.compile(r"[0-9@_=-]|\.\w|://|(?<!\w)\w{20}|:\s*[\"']")
 """Found in every text in which any rule finds something: plain words and full stops need no rule."""
 _MOST_REMEMBERED = 1 << 22  # characters
-# Applied in this order: a later rule sees the placeholders of the earlier ones.
-_RULES = (
-    _Rule("key", _KEY_BLOCK, needs=("-----",)),
-    _Rule("key", _URL_LOGIN, needs=("://",)),
-    *(_Rule("key", pattern, needs=tuple(needs)) for service, *needs in _SERVICES for pattern in service.denylist),
-    _Rule("key", _KEY_NAMED, needs=("bearer", "authorization", "key", "secret", "token", "passw", "pwd"), digit=True),
-    _Rule("key", _KEY_KNOWN, needs=_KNOWN_STARTS),
-    _Rule("key", _KEY_MIXED, digit=True),
-    _Rule("email", _EMAIL, needs=("@",)),
-    _Rule("iban", _IBAN, _iban, digit=True),
-    _Rule("card", _CARD, _card, digit=True),
-    _Rule("ip", _IP, _ip, (".", ":"), digit=True),
-    _Rule("host", _URL_HOST, needs=("://",)),
-    _Rule("host", _HOST, needs=tuple(f".{ending}" for ending in (*_ENDINGS, *_LONGER_ENDINGS))),
-    _Rule("phone", _PHONE, _phone, digit=True),
+_LONGEST_NAME = 64
+_SHORTEST = 3  # such as ::1
+_ESCAPE = re.compile(
+    r"""(?<!\\)\\++(?:u(?P<u>[0-9a-fA-F]{4})|x(?P<x>[0-9a-fA-F]{2})|(?P<one>[nrtbf"'/]))
+    | %(?P<percent>[2-7][0-9A-Fa-f]) | &\#(?P<number>\d{2,3});
+    | [\u00ad\u200b-\u200f\u2060\ufeff]+           # characters without a width
+    """,
+    re.VERBOSE,
 )
+_ONE = {"n": "\n", "r": "\r", "t": "\t", "b": " ", "f": " "}
+_JSON = re.compile(r'("(?:[^"\\]++|\\.)*+")(\s*+:)?|(-?\d[\d.eE+-]*+)', re.DOTALL)
+_APART = "\n\0\n"
+_PAIR_NAMES = frozenset(("name", "key", "field", "label"))
+"""Fields that name what stands in the field `value` beside them."""
+
+
+def _folded_characters() -> dict[int, str]:
+    """ASCII characters that others stand for: full-width ones, digits of other scripts, spaces, dashes, full stops."""
+    found = dict.fromkeys((160, 12288, *range(8192, 8203), 8239, 8287), " ")
+    found |= dict.fromkeys((*range(0x2010, 0x2016), 0x2212, 0xFE63), "-")
+    found |= dict.fromkeys((0x3002, 0xFF61), ".")
+    found |= {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
+    others = (*range(0x660, 0x1_0000), *range(0x1_D7CE, 0x1_D800))
+    return found | {code: str(unicodedata.decimal(chr(code))) for code in others if chr(code).isdecimal()}
+
+
+_FOLDED_CHARACTERS = _folded_characters()
+
+
+class _Folded:
+    """A text as the rules read it, and where each place of it stands in the text as it is."""
+
+    def __init__(self, text: str) -> None:
+        pieces, self._starts, self._places = list[str](), [0], [0]
+        done = length = 0
+        for escape in _ESCAPE.finditer(text):
+            stands_for = _unescaped(escape)
+            # A piece without escapes, then the escape: each begins a new pair of places.
+            pieces += (text[done : escape.start()], stands_for)
+            length += escape.start() - done
+            self._starts += (length, length + len(stands_for))
+            self._places += (escape.start(), escape.end())
+            length, done = length + len(stands_for), escape.end()
+        pieces.append(text[done:])
+        joined = "".join(pieces)
+        self.text = joined if joined.isascii() else joined.translate(_FOLDED_CHARACTERS)
+
+    def place(self, at: int) -> int:
+        """Place in the text of the character `at`; of an escape its begin."""
+        piece = bisect_right(self._starts, at) - 1
+        return self._places[piece] + (0 if piece % 2 else at - self._starts[piece])
+
+    def end(self, at: int) -> int:
+        """Place in the text behind the character before `at`; of an escape its end."""
+        piece = bisect_right(self._starts, at - 1) - 1
+        return self._places[piece + 1] if piece % 2 else self._places[piece] + at - self._starts[piece]
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """The character that an escape stands for; none for characters without a width."""
+    for name, base in (("u", 16), ("x", 16), ("percent", 16), ("number", 10)):
+        if escape[name] is not None:
+            return chr(int(escape[name], base))
+    return "" if escape["one"] is None else _ONE.get(escape["one"], escape["one"])
 
 
 class Redactor:
     """Replaces personal data and secrets in texts and JSON values; `counts` has the number of redactions by kind."""
 
-    def __init__(self, kinds: Collection[Kind]) -> None:
-        self._rules = [rule for rule in _RULES if rule.kind in kinds]
+    def __init__(self, kinds: Collection[Kind], phone_countries: Sequence[str] = ()) -> None:
+        self._rules = rules(tuple(kinds), phone_countries)
         self._without_digit = [rule for rule in self._rules if not rule.digit]
+        self._by_name = "key" in kinds
         self.counts: Counter[str] = Counter(dict.fromkeys(kinds, 0))
-        self._found: list[Kind] = []  # in the text at hand
         # System prompts, tools and the history of a thread are redacted once; the memory is emptied when it is full.
         self._remembered: dict[str, tuple[str, Sequence[Kind]]] = {}
         self._characters = 0
 
     def text(self, text: str) -> str:
-        """Redact a text."""
+        """Redact a text. In one that is JSON every value is, and all else stays as it was written."""
+        redacted, found = self._redacted(text)
+        self.counts.update(found)
+        return redacted
+
+    def value(self, value: Any) -> Any:
+        """Redact every text, number and name of a field in a JSON value. A redacted number becomes a text."""
+        if isinstance(value, str):
+            return self.text(value)
+        written = json.dumps([value])
+        redacted = self.text(written)
+        return value if redacted == written else json.loads(redacted)[0]
+
+    def _redacted(self, text: str) -> tuple[str, Sequence[Kind]]:
+        """Redact a text, and list the kinds of what was found."""
         if text not in self._remembered:
             self._characters += len(text)
             if self._characters > _MOST_REMEMBERED:
                 self._remembered, self._characters = {}, len(text)
-            self._found = []
-            self._remembered[text] = self._redacted(text), self._found
-        redacted, found = self._remembered[text]
-        for kind in found:
-            self.counts[kind] += 1
-        return redacted
+            self._remembered[text] = self._json(text) if _is_json(text) else self._plain(text)
+        return self._remembered[text]
 
-    def _redacted(self, text: str) -> str:
-        # Cheap searches spare many texts all patterns, and most texts most of them.
-        if _SUSPECT.search(text) is None:
-            return text
-        small = text.lower()
-        rules = self._rules if any(map(small.__contains__, _DIGITS)) else self._without_digit
-        for rule in rules:
-            if not rule.needs or any(map(small.__contains__, rule.needs)):
-                text = rule.pattern.sub(partial(self._replaced, rule), text)
-        return text
-
-    def value(self, value: Any) -> Any:
-        """Redact every text and number in a JSON value; names of fields stay. A redacted number becomes a text."""
-        if isinstance(value, str):
-            return self.text(value)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            digits = str(value)
-            found = self.text(digits)
-            return value if found == digits else found
-        if isinstance(value, list):
-            return [self.value(item) for item in value]
-        if isinstance(value, dict):
-            return {name: self.value(item) for name, item in value.items()}
-        return value
-
-    def calls(self, calls: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        """Redact tool calls. Arguments that are JSON text stay JSON: they are decoded, redacted and encoded again."""
-        return None if calls is None else [self._call(call) for call in calls]
-
-    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, item in call.items():
-            if name == "function" and isinstance(item, dict):
-                found[name] = self._call(item)
+    def _json(self, text: str) -> tuple[str, Sequence[Kind]]:
+        """Redact the values and names of a JSON text, each where it stands."""
+        # 1) Each value that is JSON again, or secret by its name; a name counts for the values up to the next one.
+        tokens, changed, plain, found = list(_JSON.finditer(text)), dict[int, str](), dict[int, str](), list[Kind]()
+        name = pair = ""
+        for i, token in enumerate(tokens):
+            value = _decoded(token)
+            if token[2]:
+                name, pair = (pair, "") if value == "value" and pair else (value, pair)
+            elif name in _PAIR_NAMES and token[1] and _naming(value[-_LONGEST_NAME:]):
+                pair = value
+            if self._by_name and not token[2] and _is_secret(value, name):
+                changed[i] = "<key>"
+                found.append("key")
+            elif _is_json(value):
+                changed[i], kinds = self._redacted(value)
+                found += kinds
+            elif len(value) >= _SHORTEST and "\0" not in value:
+                plain[i] = value
             else:
-                found[name] = self._arguments(item) if name == "arguments" else self.value(item)
-        return found
+                changed[i], kinds = self._plain(value)
+                found += kinds
 
-    def _arguments(self, arguments: Any) -> Any:
-        try:
-            decoded = json.loads(arguments) if isinstance(arguments, str) else None
-        except (ValueError, RecursionError):
-            decoded = None
-        if not isinstance(decoded, dict | list):
-            return self.value(arguments)
-        # Text without anything to redact stays as it was written. Half of a surrogate pair can only stand escaped.
-        found = self.value(decoded)
-        return arguments if found == decoded else json.dumps(found)
+        # 2) All others at once, apart by what no rule passes over.
+        redacted, kinds = self._plain(_APART.join(plain.values()))
+        found += kinds
+        changed |= dict(zip(plain, redacted.split(_APART))) if kinds else {}
 
-    def _replaced(self, rule: _Rule, match: re.Match[str]) -> str:
-        whole = match.group()
-        # The named group is what is verified; context around it, such as `password:`, stays.
-        start, end = match.span("value" if "value" in rule.pattern.groupindex else 0)
-        length = rule.accepted(whole[start - match.start() : end - match.start()])
-        if not length:
-            return whole
-        # Replace only the accepted length.
-        self._found.append(rule.kind)
-        before = start - match.start()
-        return f"{whole[:before]}<{rule.kind}>{whole[before + length :]}"
+        # 3) What is changed, written as it was.
+        pieces, done = list[str](), 0
+        for i, token in enumerate(tokens):
+            if i in changed and changed[i] != _decoded(token):
+                escaped = not token[1] or token[1].isascii()
+                pieces += (text[done : token.start()], json.dumps(changed[i], ensure_ascii=escaped), token[2] or "")
+                done = token.end()
+        return "".join((*pieces, text[done:])), found
+
+    def _plain(self, text: str) -> tuple[str, Sequence[Kind]]:
+        """Redact a text that is no JSON."""
+        # 1) The text as rules read it. Cheap searches spare many texts all patterns, and most texts most of them.
+        simple = text.isascii() and not any(mark in text for mark in "\\%&")
+        folded = None if simple else _Folded(text)
+        read = folded.text if folded else text
+        if _SUSPECT.search(read) is None:
+            return text, ()
+        small = read.lower()
+        chosen = self._rules if any(map(small.__contains__, _DIGITS)) else self._without_digit
+
+        # 2) What each rule finds is masked, so that places stay and no later rule sees it.
+        spans = list[tuple[int, int, Kind]]()
+        for rule in chosen:
+            if not rule.needs or any(map(small.__contains__, rule.needs)):
+                new = _found(rule, read)
+                read = _masked(read, new)
+                spans += ((start, end, rule.kind) for start, end in new)
+        if not spans:
+            return text, ()
+
+        # 3) Placeholders where they stand in the text.
+        pieces, done = list[str](), 0
+        for start, end, kind in sorted(spans):
+            first, last = (folded.place(start), folded.end(end)) if folded else (start, end)
+            pieces += (text[done:first], f"<{kind}>")
+            done = last
+        return "".join((*pieces, text[done:])), [kind for *_, kind in spans]
+
+
+def _decoded(token: re.Match[str]) -> str:
+    """Value of a text in JSON; a number as it is written."""
+    if not token[1]:
+        return token[0]
+    return json.loads(token[1]) if "\\" in token[1] else token[1][1:-1]
+
+
+def _is_secret(text: str, name: str) -> bool:
+    """Whether a value is secret by the name of its field."""
+    naming = _naming(name[-_LONGEST_NAME:])
+    if naming is PASSWORD_NAME:
+        return re.fullmatch(NO_SECRET, text, re.IGNORECASE) is None
+    return naming is KEY_NAME and KEY_LIKE.fullmatch(text) is not None
+
+
+@lru_cache(maxsize=4096)
+def _naming(name: str) -> re.Pattern[str] | None:
+    """Which names of secrets a field's name is one of."""
+    return next((names for names in (PASSWORD_NAME, KEY_NAME) if names.search(name)), None)
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is a JSON object, array or string."""
+    if text.lstrip()[:1] not in ("{", "[", '"'):
+        return False
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _found(rule: Rule, text: str) -> list[Span]:
+    """Places of what a rule finds and accepts."""
+    # A named group is what is verified; context around it, such as `password:`, stays.
+    places = (match.span(match.lastgroup or 0) for match in rule.pattern.finditer(text))
+    if rule.accepted is None:
+        return list(places)
+    parts = ((start, rule.accepted(text[start:end], text, start)) for start, end in places)
+    return [(start + part[0], start + part[1]) for start, part in parts if part]
+
+
+def _masked(text: str, spans: Sequence[Span]) -> str:
+    """The text with some places made unreadable: no rule finds anything there, or beyond them."""
+    pieces, done = list[str](), 0
+    for start, end in spans:
+        pieces += (text[done:start], "<" * (end - start - 1), ">")
+        done = end
+    return "".join((*pieces, text[done:])) if spans else text

@@ -197,6 +197,9 @@ class MixSettings(_Section):
     """Evaluation sets, files as in `sources`: what is near them is kept out of train."""
     redact: list[Kind] = list(get_args(Kind))
     """Kinds of data that are replaced by a placeholder such as <email> before anything is stored."""
+    phone_countries: list[Annotated[str, Field(pattern="^[A-Z]{2}$")]] = []
+    """Countries (such as DE) whose phone numbers are found without a calling code however their digits are grouped;
+    those of 19 countries are found anyway in their usual groups."""
     sampling: list[SamplingChoice] = []
     """Choices to draw from, by the conversation's hash, where the log names no sampling settings; empty: the
     capture's default."""
@@ -213,6 +216,17 @@ class MixSettings(_Section):
     conversations without one. Any other ends the run with the reasons."""
     ancestors: list[str] = []
     """Earlier mix folders: what they placed in train or selection never enters this holdout."""
+
+    @field_validator("phone_countries")
+    @classmethod
+    def _check_countries(cls, countries: list[str]) -> list[str]:
+        if countries:
+            from phonenumbers import SUPPORTED_REGIONS  # slow to import, and most recipes name no country
+
+            unknown = sorted(set(countries) - SUPPORTED_REGIONS)
+            if unknown:
+                raise ValueError(f"{', '.join(unknown)}: not a country with phone numbers, by its two letters")
+        return countries
 
     @field_validator("weights", mode="before")
     @classmethod

@@ -1,16 +1,22 @@
 """What is found, what is left alone, that nothing found remains, and precision and recall on labelled lines of chat."""
 
+import json
+import random
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
+import phonenumbers
 import pytest
+import stdnum.iban
+import stdnum.luhn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftforge.data import redact
 from draftforge.data.redact import Kind, Redactor
+from draftforge.data.redaction_rules import luhn, rules
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -47,6 +53,35 @@ def redacted(text: str) -> tuple[str, dict[str, int]]:
         ("https://intra.acme.com:8080/a?b=1", "https://<host>:8080/a?b=1"),
         ("postgres://bob:pw@db/x", "postgres://<key>@<host>/x"),
         ("look at build7.acme.internal and www.acme.co.uk.", "look at <host> and <host>."),
+        # Digits, spaces and signs of other scripts.
+        ("４１１１ １１１１ １１１１ １１１１", "<card>"),
+        ("4111\u00a01111\u00a01111\u00a01111", "<card>"),
+        ("ann＠mail．org, ann@mail。org, ann@bücher.de", "<email>, <email>, <email>"),
+        ("ann\u200b@mail.org and müller.intranet", "<email> and <host>"),
+        ("tel ＋４９ ３０ ９０１８２０", "tel <phone>"),
+        # Groups.
+        ("4111.1111.1111.1111 or 3782.822463.10005", "<card> or <card>"),
+        ("4111  1111  1111  1111 / 4111 . 1111 . 1111 . 1111", "<card> / <card>"),
+        ("DE89.3704.0044.0532.0130.00", "<iban>"),
+        ("+44 (0)20 7946 0958", "<phone>"),
+        # Escapes outside of JSON.
+        ("said ann\\u0040mail.org, ann@b\\u00fccher.de", "said <email>, <email>"),
+        ("log: line\\nghp_" + "a1B2" * 9 + " end", "log: line\\n<key> end"),
+        ("?email=ann%40mail.org&x=1, ann&#64;mail.org", "?email=<email>&x=1, <email>"),
+        ('cut {\\"password\\": \\"hunter22\\", ', 'cut {\\"password\\": \\"<key>\\", '),
+        # Keys.
+        ("-----BEGIN PGP PRIVATE KEY BLOCK-----\nab\n-----END PGP PRIVATE KEY BLOCK-----\nx", "<key>\nx"),
+        ("-----BEGIN PGP MESSAGE-----\nab\n-----END PGP MESSAGE-----", "<key>"),
+        ("Set-Cookie: sid=a1b2; Path=/\nok", "Set-Cookie: <key>\nok"),
+        ("curl -b 'sid=abcdef' x", "curl -b '<key>' x"),
+        (
+            "b.jpg?X-Amz-Credential=AKIA%2F2024&X-Amz-Signature=abcdef0123",
+            "b.jpg?X-Amz-Credential=<key>&X-Amz-Signature=<key>",
+        ),
+        ("c?sv=2022&sig=abc%2Bdef%3D&se=2024", "c?sv=2022&sig=<key>&se=2024"),
+        ("password: 'swordfish'; passphrase = \"correct horse\"", "password: '<key>'; passphrase = \"<key>\""),
+        ("DB_PASSWORD=hunter2", "DB_PASSWORD=<key>"),
+        ("from 203.0.113.9; ping 8.8.8.8", "from <ip>; ping <ip>"),
     ],
 )
 def test_found(text: str, expected: str) -> None:
@@ -70,6 +105,17 @@ def test_found(text: str, expected: str) -> None:
         "def test_the_very_long_function_name_of_this_module(): pass",
         "threading.local() and logging.info('x')",
         "an @mention and a sk-short key",
+        "2.13.0.1, torch 2.13.0.1, torch==2.13.0.1, v2.13.0.1, from 2.13.0.0 to 2.13.0.1",
+        "Mozilla/5.0 Chrome/120.0.0.0 Safari/537.36, driver version 535.104.5.120",
+        "MyVeryLongClassNameV2ForHttp2Protocol3Handler and test_of_2_names_3_of_which_4_are_long_5()",
+        "token: 128000, token = 128_000, max_token: 4096, token: 128k, tokens: 5",
+        '{"token": 128000, "max_tokens": 4096, "next": {"token": "hello"}}',
+        "550e8400-e29b-41d4-a716-446655440000 and 12345678-1234-1234-1234-123456789012",
+        "2024-11-05 12:30, 2024-11-05-123456, 2024-11-05T12:30:45.123456Z, 20241105123045, 05.11.2024 12:30",
+        "price 2718.281828459045 of 1,234,567,890",
+        'password: string, "password": "string", password="${PASS}", os.environ["PASSWORD"]',
+        '{"type": "object", "properties": {"password": {"type": "string"}}, "required": ["password"]}',
+        "the cookie: chocolate; git checkout -b feature/x=1; 100%25 of it; C:\\new\\table",
     ],
 )
 def test_left_alone(text: str) -> None:
@@ -100,15 +146,118 @@ def test_arguments_of_calls_stay_json(logged: Any, kept: Any) -> None:
     redactor = Redactor(KINDS)
     call = {"id": "ann@mail.org", "type": "function", "function": {"name": "pay", "arguments": logged}}
     expected = {"id": "<email>", "type": "function", "function": {"name": "pay", "arguments": kept}}
-    assert redactor.calls([call]) == [expected]
-    assert redactor.calls([{"name": "pay", "arguments": logged}]) == [{"name": "pay", "arguments": kept}]
-    assert redactor.calls(None) is None
+    assert redactor.value([call]) == [expected]
+    assert redactor.value([{"name": "pay", "arguments": logged}]) == [{"name": "pay", "arguments": kept}]
 
 
-def test_values_of_json_are_redacted_and_names_stay() -> None:
+@pytest.mark.parametrize(
+    "logged, kept",
+    [
+        ('{"password": "swordfish", "n": 1}', '{"password": "<key>", "n": 1}'),
+        ('{"password":123456,"userPassword":["a","b c"]}', '{"password":"<key>","userPassword":["<key>","<key>"]}'),
+        ('{"api_key": "abc123def", "x-api-key": "plain"}', '{"api_key": "<key>", "x-api-key": "plain"}'),
+        ('{"Cookie": "sid=1; b=2", "Authorization": "Basic YWJj"}', '{"Cookie": "<key>", "Authorization": "<key>"}'),
+        ('[{"name": "DB_PASSWORD", "value": "swordfish"}]', '[{"name": "DB_PASSWORD", "value": "<key>"}]'),
+        ('{"x": "a\\nghp_' + "a1B2" * 9 + '", "ü": "é"}', '{"x": "a\\n<key>", "ü": "é"}'),
+        ('{"a": "{\\"mail\\": \\"ann\\\\u0040mail.org\\"}"}', '{"a": "{\\"mail\\": \\"<email>\\"}"}'),
+        ('{\n\t"b" : "ann@mail.org",\n\t"a":1.50}', '{\n\t"b" : "<email>",\n\t"a":1.50}'),
+        ('{"ann@mail.org": {"n": 1}}', '{"<email>": {"n": 1}}'),
+        ('["a\\u0000b ann@mail.org", "x@y.org"]', '["a\\u0000b <email>", "<email>"]'),
+        ('["-----BEGIN PGP MESSAGE-----", "stays", "x@y.org"]', '["<key>", "stays", "<email>"]'),
+        ('{"id": 4155550132, "at": 1700000000}', '{"id": 4155550132, "at": 1700000000}'),
+    ],
+)
+def test_json_is_redacted_in_place(logged: str, kept: str) -> None:
+    found, counts = redacted(logged)
+    assert found == kept and redacted(found) == (found, {})
+    assert sum(counts.values()) == kept.count("<")
+    assert Redactor(KINDS).value(json.loads(logged)) == json.loads(kept)
+
+
+_SCALARS = (
+    st.none() | st.booleans() | st.integers(0, 99) | st.sampled_from(["ann@mail.org", "plain", 'é\n"q" \\', "x" * 40])
+)
+
+
+@given(
+    st.recursive(
+        _SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from("abc"), inner), max_leaves=20
+    ),
+    st.sampled_from([None, 1, "\t"]),
+    st.booleans(),
+)
+@settings(max_examples=60)
+def test_json_equals_its_values_redacted_one_by_one(value: Any, indent: int | str | None, ascii: bool) -> None:
+    def one_by_one(value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(one_by_one, value))
+        if isinstance(value, dict):
+            return {name: one_by_one(item) for name, item in value.items()}
+        return "<email>" if value == "ann@mail.org" else value
+
+    text = json.dumps([value], indent=indent, ensure_ascii=ascii)
+    found = Redactor(KINDS).text(text)
+    assert json.loads(found) == [one_by_one(value)]
+    # Nothing but the addresses is written otherwise.
+    assert found == text.replace("ann@mail.org", "<email>")
+
+
+@pytest.mark.parametrize(
+    "text, country",
+    [
+        ("4155550132", "US"),
+        ("017612345678", "DE"),
+        ("612 345 678", "ES"),
+        ("512345678", "PL"),
+        ("98765 43210", "IN"),
+        ("13812345678", "CN"),
+        ("11 91234-5678", "BR"),
+        ("02079460958", "GB"),
+    ],
+)
+def test_phones_without_a_calling_code_in_the_countries_of_the_recipe(text: str, country: str) -> None:
+    assert Redactor(KINDS).text(f"call {text}.") == f"call {text}."
+    assert Redactor(KINDS, [country]).text(f"call {text}.") == "call <phone>."
+    assert Redactor(KINDS, [country]).value({"n": [text]}) == {"n": ["<phone>"]}
+    for other in ("2024-11-05 12:30", "20241105", "1700000000", "05.11.2024 12:30", "2024-11-05 1234567", "1,234,567"):
+        assert Redactor(KINDS, [country]).text(other) == other
+
+
+def test_numbers_are_verified_as_the_libraries_do() -> None:
+    draw = random.Random(0)
+    # 1) Check digits of cards.
+    numbers = ["".join(draw.choices("0123456789", k=16)) for _ in range(300)]
+    assert [luhn(number) for number in numbers] == list(map(stdnum.luhn.is_valid, numbers))
+    # 2) Valid phone numbers of every country; of others none, but what a trunk prefix stands in.
+    phones = Redactor(["phone"])
+    for region in sorted(phonenumbers.SUPPORTED_REGIONS):
+        example = phonenumbers.example_number(region)
+        assert example is not None
+        written = phonenumbers.format_number(example, phonenumbers.PhoneNumberFormat.INTERNATIONAL)
+        assert phones.text(written) == "<phone>", region
+    for _ in range(2_000):
+        size = draw.randint(7, 11)
+        digits = draw.choice(["44", "49", "1", "33", "91", "81"]) + "".join(draw.choices("0123456789", k=size))
+        parsed = phonenumbers.parse(f"+{digits}")
+        if f"{parsed.country_code}{parsed.national_number}" == digits:
+            valid = phonenumbers.is_valid_number(parsed)
+            assert phones.text(f"+{digits}") == ("<phone>" if valid else f"+{digits}")
+    # 3) Account numbers of every length.
+    for number in (
+        "GB29NWBK60161331926819",
+        "NO9386011117947",
+        "MT84MALT011000012345MTLCAST001S",
+        "FR1420041010050500013M02606",
+    ):
+        assert stdnum.iban.is_valid(number) and redacted(number)[0] == "<iban>"
+        assert redacted(number[:-1] + ("1" if number[-1] != "1" else "2"))[0] != "<iban>"
+
+
+def test_values_and_names_of_json_are_redacted() -> None:
     redactor = Redactor(KINDS)
     value = {"a@b.org": ["x@y.org", 3, None, {"z": "10.0.0.1"}]}
-    assert redactor.value(value) == {"a@b.org": ["<email>", 3, None, {"z": "<ip>"}]}
+    assert redactor.value(value) == {"<email>": ["<email>", 3, None, {"z": "<ip>"}]}
+    assert redactor.counts["email"] == 2 and redactor.counts["ip"] == 1
 
 
 @pytest.mark.parametrize(
@@ -131,11 +280,40 @@ def test_values_of_json_are_redacted_and_names_stay() -> None:
         "AA11 ",
         "SG.",
         "1:AA",
+        "a'",
+        "\\",
+        "\\\\n",
+        "x://",
+        "0123 4567890 ",
+        "::1 ",
+        "+1 2 3 4 5 6 7 8 ",
+        "password:'${",
+        "cookie: a=b",
+        "-----BEGIN PGP MESSAGE-----",
+        '["a@", {"password": ',
+        "[",
     ],
 )
 @pytest.mark.timeout(60)  # what took quadratic time would take minutes
 def test_long_lines_take_linear_time(piece: str) -> None:
-    Redactor(KINDS).text(piece * 5_000)
+    Redactor(KINDS, ["US", "DE"]).text(piece * (100_000 // len(piece)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@given(st.text(alphabet="aB1 .@:/-_='\"\\%&+()é4", min_size=1, max_size=4), st.text(alphabet="a1@:/'\" ", max_size=2))
+@settings(max_examples=60, deadline=None)
+def test_repeated_pieces_take_linear_time(piece: str, end: str) -> None:
+    """100 kB a piece: quadratic time would take many minutes for a single one."""
+    Redactor(KINDS, ["US", "DE"]).text(piece * (100_000 // len(piece)) + end)
+
+
+@pytest.mark.timeout(60)
+def test_json_of_many_values_takes_linear_time() -> None:
+    mails = json.dumps([f"a{i}@b.org" for i in range(20_000)])
+    assert Redactor(KINDS).text(mails) == json.dumps(["<email>"] * 20_000)
+    numbers = json.dumps({f"password{i}": 4_111_111_111_111_111 for i in range(20_000)})
+    assert Redactor(KINDS).text(numbers).count("<card>") == 20_000
 
 
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=200))
@@ -187,7 +365,8 @@ def test_rules_that_are_passed_over_would_find_nothing(
     outcomes: list[tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redact, "_SUSPECT", re.compile(""))
-    monkeypatch.setattr(redact, "_RULES", [rule._replace(needs=(), digit=False) for rule in redact._RULES])
+    every = [rule._replace(needs=(), digit=False) for rule in rules(KINDS)]
+    monkeypatch.setattr(redact, "rules", lambda kinds, countries: every)
     thorough = Redactor(KINDS)
     assert [thorough.text(line) for line, _, _ in outcomes] == [got for _, _, got in outcomes]
 
