@@ -486,6 +486,11 @@ class Bench:
             taus = [interval(point["tau"][domain]) for domain in domains]
             table.add_row(one["trainer"], f"{point['steps']:,}", f"{point['positions']:,}", *shown, *taus)
         console.print(table)
+        for one in trainings:
+            if one.get("compiled_ahead_seconds"):
+                console.print(f"{one['trainer']}: kernels compiled ahead in {one['compiled_ahead_seconds']:.0f} s")
+            if one.get("stopped"):
+                console.print(f"{one['trainer']}: stopped before its last step, when its time was up")
         curve = Table("trainer", "steps", "positions", "training s", *domains, title="every checkpoint")
         for one in trainings:
             for point in one["curve"]:
