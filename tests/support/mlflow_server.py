@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,12 +22,18 @@ def mlflow_server(store: str, folder: Path, port: int | None = None) -> Iterator
     `port`: where another one was, to be the same server started again.
     """
     port = port or free_port()
-    env = os.environ | {"MLFLOW_BACKEND_STORE_URI": store, "PYTHON": sys.executable, "MLFLOW_WORKERS": "1"}
+    env = {"MLFLOW_BACKEND_STORE_URI": store, "PYTHON": sys.executable, "MLFLOW_WORKERS": "1"}
+    with serving([str(SCRIPT), str(folder / "artifacts"), str(port)], folder, port, env) as url:
+        yield url
+
+
+@contextmanager
+def serving(command: Sequence[str], folder: Path, port: int, variables: Mapping[str, str]) -> Iterator[str]:
+    """The address of the server that a command starts on this port, once it answers; all of it is killed in the end."""
+    env = os.environ | variables
     env.pop("MLFLOW_TRACKING_URI", None)
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [str(SCRIPT), str(folder / "artifacts"), str(port)], stdout=log, stderr=log, env=env, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=folder, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         until = time.monotonic() + 150
