@@ -2,14 +2,14 @@
 
 import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
-from ..specdec.sampling_settings import SamplingSettings
+from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
 
 Engine = Literal["vllm", "sglang"]
 PromptEnd = Literal["opened", "after_answer", "prefill", "bare"]
@@ -71,6 +71,8 @@ class Conversation(BaseModel):
     """Engine whose way of rendering holds, where that matters."""
     sampling: SamplingSettings | None = None
     """Sampling settings of the target's answers; None: the capture's default."""
+    server_sampling: list[str] = Field(default=[], exclude_if=operator.not_)
+    """Settings of `sampling` that its request left to the server; with `sampling` None: all."""
     max_new_tokens: int | None = None
     cluster: str
     """Stable id of its near-duplicate cluster; whole clusters fall in one split."""
@@ -85,6 +87,20 @@ class Conversation(BaseModel):
     """File and line of the log that it was read from, relative to the recipe; no part of what a capture depends on."""
     skip_invalid: bool = Field(default=False, exclude=True)
     """Whether its source allows to leave out what the target's chat template refuses."""
+
+
+def as_served(conversations: Iterable[Conversation], defaults: Mapping[str, float]) -> list[Conversation]:
+    """Conversations with the sampling settings that servers take of the model's own (`defaults`, by name) where a
+    request names none. Where neither names any, there are none."""
+    found = []
+    for one in conversations:
+        known = {name: defaults[name] for name in one.server_sampling if name in defaults}
+        if known:
+            own = {} if one.sampling is None else one.sampling.model_dump()
+            settings = SamplingSettings.model_validate({**API_DEFAULTS, **own, **known})
+            one = one.model_copy(update={"sampling": settings})
+        found.append(one)
+    return found
 
 
 class Asked(Protocol):

@@ -67,6 +67,7 @@ _CONVERSATION_SCHEMA = pa.schema(
         ("asked_elsewhere", pa.list_(pa.int32())),
         ("asked_at", pa.float64()),
         ("prompt_digest", pa.string()),
+        ("server_sampling", pa.list_(pa.string())),
     ]
 )
 _ORIGIN_SCHEMA = pa.schema(

@@ -151,7 +151,8 @@ def stored(
         "redacted": dict(redactions),
     }
     plain = {name: getattr(record, name) for name in _PLAIN}
-    plain |= {"max_new_tokens": max_new_tokens, "prompt_digest": _logged_prompt(record)}
+    left = record.server_sampling if sampling == record.sampling else ()
+    plain |= {"max_new_tokens": max_new_tokens, "server_sampling": left, "prompt_digest": _logged_prompt(record)}
     return "\n".join(json.dumps(value, ensure_ascii=False) for value in (plain, *nested.values())).encode()
 
 

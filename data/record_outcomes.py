@@ -216,7 +216,8 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
     found = _parsed(source, index, entry.line, "messages", entry.where, timing)._replace(timing=busy)
     if entry.pieces is None or found.record is None:
         return found
-    return found.with_record(replace(found.record, pieces=tuple(entry.pieces)))
+    # An engine's own log tells what it took, whoever named it.
+    return found.with_record(replace(found.record, pieces=tuple(entry.pieces), server_sampling=()))
 
 
 def _of_line(source: Source, index: int, item: Item) -> Outcome[Record]:

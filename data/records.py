@@ -5,7 +5,7 @@ Every error names the line (`file:line`) and the broken rule, and quotes no text
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, get_args
@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from .. import fingerprint
 from ..errors import InputError
-from ..specdec.sampling_settings import SamplingSettings
+from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
 from .conversation import (
     ROLES,
     Conversation,
@@ -112,6 +112,8 @@ class Record:
     prompt_end: PromptEnd = "opened"
     engine: Engine = "vllm"
     sampling: SamplingSettings | None = None
+    server_sampling: tuple[str, ...] = ()
+    """Sampling settings that the request left to its server; no part of `id` and `key`."""
     max_new_tokens: int | None = None
     group: str | None = None
     source: int = 0
@@ -205,6 +207,7 @@ def parse(
         messages = messages[:size]
 
     # 3) All other fields, each checked by itself.
+    sampling, given = _sampling(lookup, where)
     record = Record(
         domain=_domain(source, lookup, where, messages),
         messages=tuple(messages),
@@ -213,7 +216,9 @@ def parse(
         turn_by_turn=shape in ("turns", "prompts") and len(messages) > 1,
         prompt_end=prompt_end,
         engine=engine,
-        sampling=_sampling(lookup, where),
+        sampling=sampling,
+        # What was never a request, and names nothing, was left to no server.
+        server_sampling=tuple(name for name in _SAMPLING_FIELDS if name not in given) if given or timing else (),
         max_new_tokens=_max_new_tokens(lookup, where),
         group=_group(source, lookup, where),
         source=index,
@@ -513,14 +518,14 @@ def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, wh
     raise InputError(f"{where}: {source.group_field} is a JSON {_json_type(group)}; must be text or a number")
 
 
-def _sampling(lookup: Lookup, where: str) -> SamplingSettings | None:
-    """Logged sampling settings; None: none are logged. Without a temperature, others were served at 1, the API's
-    default."""
+def _sampling(lookup: Lookup, where: str) -> tuple[SamplingSettings | None, Collection[str]]:
+    """Logged sampling settings (None: none are logged), and the names of those that are. Without a temperature, others
+    were served at 1, the API's default, unless the model has one of its own."""
     given = {name: lookup(name) for name in _SAMPLING_FIELDS if lookup(name) is not None}
     top_k = given.get("top_k")
     if top_k == -1 or (isinstance(top_k, int) and top_k > MOST_TOKENS):  # "off", and more than any vocabulary has
         given["top_k"] = 0
-    return _validated(SamplingSettings, {"temperature": 1.0, **given}, where) if given else None
+    return _validated(SamplingSettings, {**API_DEFAULTS, **given}, where) if given else None, given
 
 
 def _max_new_tokens(lookup: Lookup, where: str) -> int | None:

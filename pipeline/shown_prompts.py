@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.text import Text
 
 from ..data.chat_template import OTHER_PROMPT, ids_of_text, renders_as_logged, turn_text
-from ..data.conversation import Conversation, Turn, turns
+from ..data.conversation import Conversation, Turn, as_served, turns
 from ..data.mix import LEFT_OUT, ORIGINS, load_log, load_manifest, load_mix
 from ..data.split import unit
 from ..errors import InputError
 from ..recipe import Recipe
-from ..specdec.targets import load_target_tokenizer
+from ..specdec.targets import load_target_tokenizer, sampling_defaults
 from .stages import Stages, mix_stage
 from .workspace import Workspace
 
@@ -50,7 +50,8 @@ def show_prompts(recipe: Recipe, count: int, domain: str | None, as_json: bool) 
 def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> Iterator[Json]:
     """Yield the records of some turns."""
     # 1) The turns that count, of which those with the smallest hashes are an even sample.
-    conversations = [one for one in load_mix(folder) if domain in (None, one.domain)]
+    defaults = sampling_defaults(recipe.target)
+    conversations = [one for one in as_served(load_mix(folder), defaults) if domain in (None, one.domain)]
     if not conversations:
         known = sorted({name for of in load_manifest(folder)["conversations"].values() for name in of})
         raise InputError(f"--domain {domain}: the mix has no such domain; it has {', '.join(known)}")
@@ -75,7 +76,7 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
             "turn": turn.index,
             **({"asked_at": _iso(one.asked_at)} if one.asked_at is not None else {}),
             **_rendered(tokenizer, one, turn),
-            **_answered(recipe, one),
+            **_answered(recipe, one, defaults),
             "changed": _changed(one, turn, redacted[one.id], stands_for.get(one.id, {})),
         }
 
@@ -94,12 +95,18 @@ def _rendered(tokenizer: Any, one: Conversation, turn: Turn) -> Json:
     return {"text": text, "ids": ids, "supervised_from": len(ids), **waits}
 
 
-def _answered(recipe: Recipe, one: Conversation) -> Json:
-    """Sampling settings and token limit of a turn's answers; selection and holdout are answered at each scored one."""
+def _answered(recipe: Recipe, one: Conversation, defaults: Mapping[str, float]) -> Json:
+    """Sampling settings and token limit of a turn's answers; selection and holdout are answered at each scored one.
+    `defaults`: the model's own settings, for what a request left to its server."""
     settings = recipe.capture
     sampling = [one.sampling or settings.sampling] if one.split == "train" else recipe.score.sampling
     limit = min(one.max_new_tokens or math.inf, settings.max_new_tokens)
-    return {"sampling": [each.model_dump() for each in sampling], "max_new_tokens": int(limit)}
+    own = {name: defaults[name] for name in one.server_sampling if name in defaults and one.split == "train"}
+    return {
+        "sampling": [each.model_dump() for each in sampling],
+        **({"from_generation_config": own} if own else {}),
+        "max_new_tokens": int(limit),
+    }
 
 
 def _changed(one: Conversation, turn: Turn, redacted: Mapping[str, int], copies: Mapping[str, int]) -> Json:
@@ -149,6 +156,7 @@ def _print(console: Console, record: Json) -> None:
         f"ids: {_some(record['ids'])}",
         f"supervised: the answer, from token {record['supervised_from']} on, at most {record['max_new_tokens']}",
         f"sampling: {sampling}",
+        *(f"from generation_config.json: {_short(own)}" for own in [record.get("from_generation_config")] if own),
         *(f"{name.replace('_', ' ')}: {_told(value)}" for name, value in record["changed"].items()),
     ]
     if "waits_for_answers" in record:

@@ -19,6 +19,7 @@ from .. import fingerprint, storage
 from ..data.capture.capture import capture, check_spread
 from ..data.capture.manifest import Part, content_digest, is_captured, join
 from ..data.capture.reuse import answers_digest
+from ..data.conversation import as_served
 from ..data.mix import FORMAT as MIX_FORMAT
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.mix import build_mix, check_unanswered, load_manifest, load_mix, summary
@@ -35,7 +36,7 @@ from ..progress import say
 from ..registry.lineage import Version
 from ..specdec.formats import META_FILE
 from ..specdec.formats.checkpoint import OWN_TARGET
-from ..specdec.targets import resolve_device
+from ..specdec.targets import resolve_device, sampling_defaults
 from ..train.checkpoints import claim, is_finished, list_steps, step_folder
 from ..train.families import check_teacher_signals, family_of
 from ..train.families.initial_draft import INIT, store_initial_draft
@@ -246,9 +247,9 @@ def join_stage(stages: Stages, parts: Sequence[Path]) -> None:
     """Join the parts of a capture that several machines made."""
     recipe = stages.recipe
     dtype = resolve_device(recipe.target.device, recipe.target.dtype)[1]
-    conversations, scored = load_mix(stages.mix.folder), recipe.score.sampling
+    conversations = as_served(load_mix(stages.mix.folder), sampling_defaults(recipe.target))
     found = stages.space.target_fingerprint
-    join(parts, found, str(dtype), conversations, recipe.capture, scored, stages.capture.folder)
+    join(parts, found, str(dtype), conversations, recipe.capture, recipe.score.sampling, stages.capture.folder)
 
 
 def prepare_drafts(stages: Stages) -> None:

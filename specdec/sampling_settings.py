@@ -52,5 +52,9 @@ class SamplingSettings(BaseModel):
         return "-".join(parts)
 
 
+API_DEFAULTS = {"temperature": 1.0}
+"""What a server takes where neither a request nor the model's files name a setting; all others are neutral."""
+
+
 def _short(value: float) -> str:
     return repr(float(value)).removesuffix(".0")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -20,6 +21,7 @@ from .kernels.fused import can_fuse, fuse
 from .loading import as_the_file_says, load_model, load_tokenizer, refused
 from .models import CausalModel
 from .requests import TargetSettings
+from .sampling_settings import SamplingSettings
 from .served_context import longest_context, served_context
 from .sharding import (
     FileWeights,
@@ -235,6 +237,24 @@ def context_length(settings: TargetSettings) -> int | None:
             config = AutoConfig.from_pretrained(source.folder, **options).get_text_config()
         longest = served_context(config.to_dict())
     return longest
+
+
+def sampling_defaults(settings: TargetSettings) -> dict[str, float]:
+    """Sampling settings of a target's generation_config.json, which vLLM and SGLang take where a request names none.
+
+    Raises InputError for one that cannot be.
+    """
+    path = locate(settings).folder / "generation_config.json"
+    known = read_object(path) if path.is_file() else {}
+    found = {name: known[name] for name in SamplingSettings.model_fields if known.get(name) is not None}
+    if found.get("top_k") == -1:  # every token
+        found["top_k"] = 0
+    try:
+        SamplingSettings.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InputError(f"{path}: {first['loc'][0]}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+    return found
 
 
 def target_fingerprint(settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> str:

@@ -21,9 +21,9 @@ from ...distributed import ALONE, Ranks
 from ...errors import InputError, StaleInputError
 from ...progress import bar, say
 from ...specdec.sampling_settings import SamplingSettings
-from ...specdec.targets import Target
+from ...specdec.targets import Target, sampling_defaults
 from ..backends.base import open_engine
-from ..conversation import Conversation
+from ..conversation import Conversation, as_served
 from ..mix import load_mix
 from ..settings import BudgetSettings, CaptureSettings
 from ..store import HEADER, MANIFEST, SHARDS
@@ -94,7 +94,8 @@ def capture(
     asked. Raises StaleInputError for a folder of other inputs,
     ContextLengthError, InputError, DiskFullError, EngineError, LostRankError.
     """
-    capture_conversations(target, load_mix(mix), settings, scored, folder, part, ranks, may_be_unanswered)
+    conversations = as_served(load_mix(mix), sampling_defaults(target.settings))
+    capture_conversations(target, conversations, settings, scored, folder, part, ranks, may_be_unanswered)
 
 
 def capture_conversations(

@@ -4,8 +4,28 @@ from typing import Any
 
 import pytest
 
-from draftforge.data.conversation import Conversation, Message, turns
+from draftforge.data.conversation import Conversation, Message, as_served, turns
 from draftforge.errors import InputError
+from draftforge.specdec.sampling_settings import SamplingSettings
+
+
+def test_settings_that_a_request_left_to_its_server_are_the_models_own() -> None:
+    defaults = {"temperature": 0.7, "top_k": 20}
+    given = SamplingSettings(temperature=1.0, top_p=0.9)
+    asked = [
+        talk("user", sampling=given, server_sampling=["temperature", "top_k", "min_p"]),
+        talk("user", sampling=given, server_sampling=["min_p"]),
+        talk("user", server_sampling=["temperature", "top_k", "top_p"]),
+        talk("user"),
+    ]
+    assert [one.sampling for one in as_served(asked, defaults)] == [
+        SamplingSettings(temperature=0.7, top_k=20, top_p=0.9),
+        given,
+        SamplingSettings(temperature=0.7, top_k=20),
+        None,
+    ]
+    assert as_served(asked, {}) == asked
+    assert as_served([asked[2]], {"top_p": 0.5})[0].sampling == SamplingSettings(temperature=1.0, top_p=0.5)
 
 
 def talk(*roles: str, **more: Any) -> Conversation:

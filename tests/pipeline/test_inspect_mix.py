@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,44 @@ def test_prompts_are_shown_as_the_target_reads_them(asked: Path, tiny_target_fol
     assert left_out["failed request"]["count"] == 1 and left_out["failed request"]["where"] == ["log.jsonl:94"]
     assert left_out["exact copy"]["count"] == 3
     assert sorted(left_out["exact copy"]["where"]) == ["log.jsonl:91", "log.jsonl:92", "log.jsonl:93"]
+
+
+def test_what_a_request_left_to_its_server_is_the_models_own(
+    tmp_path: Path, write_recipe: Callable[..., Path], tiny_target_folder: Path
+) -> None:
+    """As vLLM's `--generation-config auto` and SGLang's `--sampling-defaults model`, both of which are the default."""
+    shutil.copytree(tiny_target_folder, tmp_path / "model")
+    own = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": None}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(own))
+    named: list[dict[str, Any]] = [{}, {"top_p": 1.0}, {"temperature": 0, "top_k": -1, "top_p": 0.5}]
+    pairs = [
+        {"request": {"messages": messages_of(i), **named[i % 3]}, "domain": line["domain"]}
+        for i, line in enumerate(LINES)
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in pairs))
+    (tmp_path / "plain.jsonl").write_text("".join(json.dumps({"prompt": f"{i} " * 9}) + "\n" for i in range(9)))
+    sources = [
+        {"kind": "openai", "path": "log.jsonl"},
+        {"kind": "prompts", "path": "plain.jsonl", "domain": "code"},
+    ]
+    recipe = write_recipe(mix={"sources": sources}, target={"model": str(tmp_path / "model")})
+    done = CliRunner().invoke(app, ["inspect-mix", str(recipe), "--prompts", "200", "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, set[str]] = {}
+    for one in map(json.loads, done.stdout.splitlines()):
+        if one["kind"] == "prompt" and one["split"] == "train":
+            path, number = one["where"].split(":")
+            kind = str((int(number) - 1) % 3) if path == "log.jsonl" else "plain"
+            found.setdefault(kind, set()).add(json.dumps([one["sampling"][0], one.get("from_generation_config")]))
+    sampled = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.0}
+    three = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    assert found == {
+        "0": {json.dumps([sampled, three])},
+        "1": {json.dumps([{**sampled, "top_p": 1.0}, {"temperature": 0.7, "top_k": 20}])},
+        "2": {json.dumps([{**sampled, "temperature": 0.0, "top_k": 0, "top_p": 0.5}, None])},
+        "plain": {json.dumps([{**sampled, "temperature": 0.0, "top_k": 0, "top_p": 1.0}, None])},  # no request
+    }
+    assert "from generation_config.json: temperature 0.7 top_k 20" in run(recipe, "--prompts", "200")
 
 
 def test_a_few_prompts_of_a_domain_in_words(asked: Path) -> None:
