@@ -7,9 +7,9 @@ ranks call the same functions; only the first one writes files that exist once. 
   seconds: one that lasts longer than `COLLECTIVE_LIMIT` means that a rank hangs;
 - `barrier`, `gather` and `broadcast` go through a gloo group on the CPU, and wait for hours where a rank has to work;
 - a rank that fails leaves its reason in the launch's key-value store (torchrun's, or one that the first rank hosts).
-  Its connections close then, which wakes whoever waits for it: it finds the reason there, and ends with it;
-- a rank whose machine loses power closes no connection: each rank counts up in the store, and the others end with it
-  where its count stands still for `SILENCE_LIMIT`.
+  Its gloo connections close then, which wakes whoever waits for it: it finds the reason there, and ends with it;
+- a rank whose machine loses power closes no connection, and NCCL notices no rank that is gone: each rank counts up in
+  the store, and the others end where its count, or the store, stands still for `SILENCE_LIMIT`.
 """
 
 import atexit
@@ -43,7 +43,7 @@ WAIT_LIMIT = timedelta(hours=24)  # the first rank may build a mix, and any rank
 SILENCE_LIMIT = timedelta(seconds=45)  # a process that works gives signs of life, whatever it is at
 FILE_LIMIT = timedelta(seconds=60)  # until a file of another machine is seen
 _PATIENCE = timedelta(seconds=15)  # until it is said who is waited for
-_HEARD_LIMIT = timedelta(seconds=5)  # for the others to read why the rank that hosts the store ends
+_HEARD_LIMIT = timedelta(seconds=8)  # for the others to read why the rank that hosts the store ends
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 5.0  # from one sign of life to the next
 _FAILURE = "failure"  # key of the first rank that failed, and of why
@@ -174,9 +174,8 @@ class Ranks:
         """LostRankError of waiting in vain for other ranks to come to `what`: says who is gone and, if known, why."""
         # 1) The reason that the failed rank left in the store.
         with suppress(RuntimeError):  # the store may be gone too
-            if self.store is not None and self.store.check([_FAILURE]):
-                rank, reason = json.loads(self.store.get(_FAILURE))
-                return LostRankError(f"{what} was waited for, but rank {rank} ended: {reason}")
+            if self.store is not None and (failed := _failure(self.store, what)) is not None:
+                return failed
         # 2) No reason: name the rank from the error, or find one whose connection is closed.
         named = re.search(r"Rank (\d+) failed to pass", str(error))
         if named:
@@ -230,7 +229,6 @@ def ranks() -> Ranks:
             f"the ranks cannot connect to each other ({one_line(error, 160)}); where a machine's name leads to its own "
             "loopback, set GLOO_SOCKET_IFNAME"
         ) from error
-    signs.connected = True
     atexit.register(_leave)
     return Ranks(rank, world, device, group, store, signs)
 
@@ -245,9 +243,7 @@ class _SignsOfLife:
         self._rank, self._store = rank, store
         self._heard = {f"rank {other}": time.monotonic() for other in range(world) if other != rank}
         self._heard[_HOST] = time.monotonic()
-        self._closed = False
-        self.connected = False
-        """Whether the groups are open: from then on a closed store is noticed by whoever waits for its host."""
+        self._reason: LostRankError | None = None
         self.silenced = False
         """Whether the error that ends this process has been said already."""
 
@@ -257,9 +253,9 @@ class _SignsOfLife:
             threading.Thread(target=part, name="signs of life", daemon=True).start()
 
     def _beat(self) -> None:
-        """Count up and read the others' counts, until the store is closed: the main thread learns of that by itself."""
+        """Count up, and read the others' counts and why one failed, until the store is closed."""
         counts: dict[str, bytes] = {}
-        try:
+        with suppress(RuntimeError):
             for beats in itertools.count():
                 self._store.set(f"alive/{self._rank}", str(beats))
                 for who in self._heard.keys() - {_HOST}:
@@ -267,14 +263,13 @@ class _SignsOfLife:
                     count = self._store.get(key) if self._store.check([key]) else b""
                     if count != counts.get(who, b"") or count == _LEFT.encode():
                         counts[who], self._heard[who] = count, time.monotonic()
+                self._reason = self._reason or _failure(self._store, "its next sign of life")
                 self._heard[_HOST] = time.monotonic()
                 time.sleep(_BEAT_SECONDS)
-        except RuntimeError:
-            self._closed = self.connected
 
     def _watch(self) -> None:
         limit = SILENCE_LIMIT.total_seconds()
-        while not self._closed:
+        while True:
             # The host first: without it nobody is heard.
             for who in (_HOST, *self._heard):
                 if time.monotonic() - self._heard[who] > limit + _BEAT_SECONDS * (who != _HOST):
@@ -283,7 +278,7 @@ class _SignsOfLife:
 
     def _end(self, who: str) -> None:
         """End this process as one that waits in vain for a lost rank does."""
-        error = LostRankError(
+        error = self._reason or LostRankError(
             f"{who} has given no sign of life for {SILENCE_LIMIT.total_seconds():.0f} s: it has stopped, or its "
             "machine is gone; the same command goes on from what is finished"
         )
@@ -291,6 +286,14 @@ class _SignsOfLife:
             whose = f"error (rank {self._rank})" if self._rank else "error"
             print(f"{whose}: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
+
+
+def _failure(store: dist.Store, what: str) -> LostRankError | None:
+    """Why the first rank that failed did, as the error of waiting for it to come to `what`; None: no rank has."""
+    if not store.check([_FAILURE]):
+        return None
+    rank, reason = json.loads(store.get(_FAILURE))
+    return LostRankError(f"{what} was waited for, but rank {rank} ended: {reason}")
 
 
 def ranks_met() -> Ranks:

@@ -70,13 +70,13 @@ def test_ranks_meet(run_distributed: Any) -> None:
 
 def end(how: str) -> None:
     """One rank ends its way while the others wait for it."""
-    if how.endswith("stops"):
+    if how.endswith(("stops", "unnoticed")):
         module.SILENCE_LIMIT, module._BEAT_SECONDS = timedelta(seconds=3), 0.2
     if how == "hangs":
         module.WAIT_LIMIT = timedelta(seconds=3)
     if how.startswith("late"):
         module.START_LIMIT, module._PATIENCE = timedelta(seconds=4), timedelta(seconds=1)
-    module._HEARD_LIMIT = timedelta(seconds=1 if how in ("dies", "hangs") else 60)
+    module._HEARD_LIMIT = timedelta(seconds=1 if how in ("dies", "hangs") or how.endswith("unnoticed") else 60)
     mine = ranks()
     mine.barrier("begun")  # no rank ends while another one still connects
     which = 0 if how.startswith("first") else 1
@@ -85,10 +85,12 @@ def end(how: str) -> None:
             if mine.rank == which:
                 raise InputError("made up")
             training.sum(torch.zeros(1))
+    if mine.rank != which and how.endswith("unnoticed"):  # as in a collective of NCCL, which waits for the dead
+        time.sleep(SECONDS)
     if mine.rank != which:
         mine.barrier("mix-a")
-    elif how.endswith(("dies", "stops")):  # one that stops closes no connection, like a machine without power
-        os.kill(os.getpid(), signal.SIGKILL if how.endswith("dies") else signal.SIGSTOP)
+    elif how.endswith(("dies", "stops", "dies unnoticed")):  # one that stops closes no connection, as without power
+        os.kill(os.getpid(), signal.SIGSTOP if how.endswith("stops") else signal.SIGKILL)
     elif how == "hangs":
         time.sleep(SECONDS)
     raise InputError("made up")
@@ -123,13 +125,14 @@ def test_a_rank_that_ends_ends_the_others(tmp_path: Path, how: str, codes: list[
 
 
 def test_a_rank_that_is_waited_for_in_vain_is_named(tmp_path: Path) -> None:
-    """It hangs, has stopped, or does not start."""
+    """It hangs, has stopped, or does not start; or ends while the others hear only its signs of life."""
     launches: dict[str, dict[str, Any]] = {
         "hangs": {"leaving": 1},
         "stops": {"leaving": 1},
         "first stops": {"leaving": 1},
         "late-0": {"absent": [0]},
         "late-2": {"absent": [2]},
+        **{f"{who} unnoticed": {} for who in ("dies", "first dies", "fails", "first fails")},
     }
     with ThreadPoolExecutor() as pool:  # waiting takes no time of the machine's
         begun = {how: pool.submit(ends, tmp_path / how, how, **options) for how, options in launches.items()}
@@ -145,6 +148,15 @@ def test_a_rank_that_is_waited_for_in_vain_is_named(tmp_path: Path) -> None:
             assert rank == which or (one.code == 3 and (silent in one.said or "is gone or hangs" in one.said)), found[
                 how
             ]
+
+    for how, which, why in (
+        ("dies unnoticed", 1, "rank 1 has given no sign of life for 3 s"),
+        ("first dies unnoticed", 0, "the host of the ranks' store has given no sign of life for 3 s"),
+        ("fails unnoticed", 1, "its next sign of life was waited for, but rank 1 ended: made up\n"),
+        ("first fails unnoticed", 0, "its next sign of life was waited for, but rank 0 ended: made up\n"),
+    ):
+        for rank, one in enumerate(found[how]):
+            assert rank == which or (one.code == 3 and one.said.count("error") == 1 and why in one.said), found[how]
 
     assert [one.code for how in ("late-0", "late-2") for one in found[how]] == [3] * 4
     assert any("waiting for the first rank at 127.0.0.1:" in one.said for one in found["late-0"])
