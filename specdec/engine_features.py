@@ -24,7 +24,7 @@ _HONOURED: Mapping[str, tuple[ServingEngine, ...]] = {
     "fc_bias": ("sglang",),
     "aux_layers": ("vllm", "sglang"),
 }
-"""Engines that compute each feature as it was trained. aux_layers: another number of them than three."""
+"""Engines that compute each feature as it was trained. aux_layers: another number of them than three, none included."""
 
 
 class Head(Protocol):

@@ -6,6 +6,7 @@ from .eagle import EagleDraft
 from .eagle3 import Eagle3Draft
 from .layer_skip import SkippedDraft
 from .medusa import MedusaDraft
+from .peagle import PEagleDraft
 from .small import SmallDraft
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Eagle3Draft",
     "EagleDraft",
     "MedusaDraft",
+    "PEagleDraft",
     "SkippedDraft",
     "SmallDraft",
 ]

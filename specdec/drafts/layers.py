@@ -72,10 +72,34 @@ class YarnRope(_Scaling):
     original_max_position_embeddings: int = Field(ge=1)
     beta_fast: float = Field(default=32.0, gt=0)
     beta_slow: float = Field(default=1.0, gt=0)
+    mscale: float | None = None
+    """With `mscale_all_dim`: the stretch is the ratio of both, each at its share of the usual growth."""
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    """The stretch itself, before all others."""
+    truncate: bool | None = None
+    """Whether the ramp begins and ends at whole pairs; None: it does."""
+
+    @model_validator(mode="after")
+    def _one_stretch(self) -> "YarnRope":
+        if self.attention_factor is None and self.mscale not in (None, 1.0) and not self.mscale_all_dim:
+            raise ValueError(f"mscale {self.mscale}: needs mscale_all_dim: readers differ in what they do without it")
+        return self
 
     @property
     def stretch(self) -> float:
-        return 0.1 * math.log(self.factor) + 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        growth = 0.1 * math.log(self.factor)
+        if self.mscale and self.mscale_all_dim:
+            return (self.mscale * growth + 1.0) / (self.mscale_all_dim * growth + 1.0)
+        return growth + 1.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether stretch and ramp are those that every reader of this scaling computes."""
+        usual = 0.1 * math.log(self.factor) + 1.0
+        return math.isclose(self.stretch, usual) and self.truncate is not False
 
 
 class LongRope(_Scaling):
@@ -120,7 +144,7 @@ def frequencies(theta: float, head_dim: int, scaling: RopeScaling | None) -> Ten
     # transformers computes the scaled ones; it only needs a config of one head of this size.
     sizes = {"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": 1}
     config = PretrainedConfig(**sizes)
-    config.rope_parameters = {"rope_theta": theta, **scaling.model_dump()}
+    config.rope_parameters = {"rope_theta": theta, **scaling.model_dump(exclude_none=True)}
     frequency_F, _ = ROPE_INIT_FUNCTIONS[scaling.rope_type](config, torch.device("cpu"))
     return frequency_F  # type: ignore[no-any-return]
 
@@ -362,12 +386,20 @@ class FeatureDraft(DraftModule):
             state_BNH = layer.finish(residual_BNH, attended)
         return self.project_out(state_BNH)
 
-    def unroll(self, embeds_BTH: Tensor, state_BTH: Tensor, trained: QueryMask, steps: int) -> list[Tensor]:
+    def unroll(
+        self,
+        embeds_BTH: Tensor,
+        state_BTH: Tensor,
+        trained: QueryMask,
+        steps: int,
+        masked: tuple[Tensor, Tensor] | None = None,
+    ) -> list[Tensor]:
         """Training-time test: the states of steps 0..steps-1 at the positions that `trained` names.
 
         `embeds` and `state` are of x_0 .. x_{T-1}, of one document a row or of several. Returns `steps` tensors
         [B, M, H]; state k at position i drafts x_{i+2+k}, and means nothing where the document has no such token. Only
         these positions run the last layer's query and MLP, and later steps; all positions give the step-0 keys.
+        `masked`: embedding and state, each [H], that later steps read in place of the next token's and their own last.
         """
         # 1) True states, all positions: each is paired with the embedding of the token after it, and gives the keys of
         # step 0. Rotary positions count within a document, `at` within the packed row.
@@ -392,7 +424,9 @@ class FeatureDraft(DraftModule):
         states: list[Tensor] = []
         for k in range(steps):
             # Later steps read the draft's own last state and the next true token.
-            if k:
+            if masked is not None and k:
+                residual_BMH, z_BMZ = self.project_in(*(one.expand_as(states[0]) for one in masked))
+            elif k:
                 residual_BMH, z_BMZ = self.project_in(take(embeds_BTH, at_BM + 1 + k), states[-1])
             for number in range(0 if k else last, last + 1):
                 state_BMH = self._column(number, k, residual_BMH, z_BMZ, pasts[number], trained)

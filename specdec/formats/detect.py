@@ -80,7 +80,7 @@ def _layout(raw: Mapping[str, Any], named: set[str], tensors: set[str]) -> Layou
         return "medusa"
 
     # Then the architecture's name.
-    if dflash.ARCHITECTURE in named:
+    if named & set(dflash.ARCHITECTURES):
         return "dflash"
     if named & set(eagle3_config.ARCHITECTURES):
         return "eagle3"

@@ -8,17 +8,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...errors import FormatError
 from ...storage import read_object, write_json
 from ..drafts.dflash import DFlashConfig, DFlashDraft
-from .eagle3 import check_marks, draft_ids_in, mapping_specs
-from .llama import dtype_entries, embedding_specs, layer_entries, layer_fields, layer_specs, rope_entries, validated
+from .eagle3 import check_marks, draft_ids_in, mapping_specs, our_maps
+from .llama import (
+    QWEN3_DEFAULTS,
+    dtype_entries,
+    embedding_specs,
+    layer_entries,
+    layer_fields,
+    layer_specs,
+    rope_entries,
+    validated,
+    without_frequencies,
+)
 from .tensors import WEIGHTS_FILE, Spec, Stored, check_count, check_tensors, present, read_tensors, write_tensors
 
 ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURES = (ARCHITECTURE, "QwenDFlashDraftModel")  # the second is AngelSlim's
 QWEN3 = "qwen3"
 _NESTED = "dflash_config"
-_QWEN3_DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 _MASK_FILE = "mask_embedding.pt"
 # What engines compute otherwise where a config, or its `dflash_config`, asks for it: the one value that is ours.
 _FIXED = {
@@ -67,7 +79,8 @@ def read(folder: Path) -> DFlashDraft:
 def load(config: DFlashConfig, stored: Stored) -> DFlashDraft:
     """DFlash draft from its config and tensors. Raises FormatError naming the tensor that is wrong."""
     # 1) Check the tensors. The number of layers first: specs are made for each.
-    where, tensors = stored
+    where = stored.where
+    tensors = without_frequencies(config, where, our_maps(where, stored.tensors))
     check_count(where, "num_hidden_layers", config.num_hidden_layers, tensors)
     specs = {**tensor_specs(config), **present({**optional_specs(config), **mapping_specs(config)}, tensors)}
     if config.reduced:  # t2d says nothing that d2t does not, and engines do not read it
@@ -76,11 +89,18 @@ def load(config: DFlashConfig, stored: Stored) -> DFlashDraft:
 
     # 2) Build the module, with embeddings and head of its own where the file has them.
     own = {name: f"{name}.weight" in tensors for name in ("embed_tokens", "lm_head")}
-    draft = DFlashDraft(config, draft_ids_in(config, where, tensors), own["embed_tokens"], own["lm_head"])
+    ids = draft_ids_in(config, where, tensors)
+    if not config.reduced:  # a head of the whole vocabulary gets the target's order
+        if not own["lm_head"] and not torch.equal(ids, ids.sort().values):
+            raise FormatError(f"{where}: d2t changes the order of the whole vocabulary: the target's head has its own")
+        if own["lm_head"]:
+            tensors["lm_head.weight"] = tensors["lm_head.weight"][ids.argsort()]
+        ids, _ = ids.sort()
+    draft = DFlashDraft(config, ids, own["embed_tokens"], own["lm_head"])
     check_marks(where, draft.t2d, tensors)
 
     # 3) Load; buffers that the file lacks keep what the ids gave.
-    draft.load_state_dict({"d2t": draft.d2t, "t2d": draft.t2d, **tensors})
+    draft.load_state_dict({**tensors, "d2t": draft.d2t, "t2d": draft.t2d})
     return draft.to(tensors["fc.weight"].dtype)
 
 
@@ -143,7 +163,7 @@ def dimensions(path: Path, raw: Mapping[str, Any], own: Mapping[str, Any]) -> DF
 
     # The Llama reader checks for one Llama layer, so these two fields stay out of it.
     layer = {name: value for name, value in raw.items() if name not in ("model_type", "num_hidden_layers")}
-    fields = layer_fields(path, {**_QWEN3_DEFAULTS, **layer})
+    fields = layer_fields(path, {**QWEN3_DEFAULTS, **layer})
 
     # target_hidden_size is hidden_size, and draft_vocab_size is vocab_size, where they are absent.
     fields["num_hidden_layers"] = raw.get("num_hidden_layers")

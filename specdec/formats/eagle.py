@@ -12,7 +12,16 @@ import torch
 from ...errors import FormatError
 from ...storage import read_object, write_json
 from ..drafts.eagle import EagleConfig, EagleDraft
-from .llama import dtype_entries, embedding_specs, layer_entries, layer_fields, layer_specs, rope_entries, validated
+from .llama import (
+    dtype_entries,
+    embedding_specs,
+    layer_entries,
+    layer_fields,
+    layer_specs,
+    rope_entries,
+    validated,
+    without_frequencies,
+)
 from .tensors import WEIGHTS_FILE, Spec, check_tensors, present, read_tensors, write_tensors
 
 ARCHITECTURES = {"vllm": "EagleLlamaForCausalLM", "sglang": "LlamaForCausalLMEagle"}
@@ -47,6 +56,7 @@ def read(folder: Path) -> EagleDraft:
     path = folder / "config.json"
     config = validated(EagleConfig, path, layer_fields(path, read_object(path)))
     where, tensors = read_tensors(folder)
+    tensors = without_frequencies(config, where, tensors)
     optional = present({**embedding_specs(config), **_bias_specs(config)}, tensors)
     check_tensors(where, tensors, {**tensor_specs(config), **optional})
 

@@ -1,6 +1,7 @@
 """EAGLE-3 heads in the layout that vLLM and SGLang both read, the original project's as safetensors, and what other
 trainers write: tensors and their names. The config is `eagle3_config.py`'s."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,16 +12,16 @@ from ...errors import FormatError
 from ...storage import read_object, write_json
 from ..drafts.dflash import DFlashConfig
 from ..drafts.eagle3 import Eagle3Config, Eagle3Draft
-from ..drafts.layers import frequencies
-from .eagle3_config import engine_config, read_config
-from .llama import embedding_specs, layer_specs
+from ..drafts.peagle import PEagleDraft
+from .eagle3_config import MASK, engine_config, mask_token, read_config
+from .llama import embedding_specs, layer_specs, without_frequencies
 from .tensors import WEIGHTS_FILE, Spec, Stored, check_count, check_tensors, present, read_tensors, write_tensors
 
 # Prefixes of the first decoder layer, in our module as in the original layout, and in others.
 LAYER, OTHER_LAYER = "midlayer.", "layers.0."
+_NUMBERED = re.compile(r"midlayer\.(?=\d)")  # TensorRT-LLM's several layers
 _OURS, _THEIRS = "later_layers.", "layers."  # of the others, ours counted from 0, theirs from 1
 _NORMS = {"fc.norms.": "fc_norm.", "fc.input_norm.": "input_norm."}
-_FREQUENCIES = "rotary_emb.inv_freq"
 
 
 def write(draft: Eagle3Draft, folder: Path) -> None:
@@ -59,29 +60,37 @@ def read(folder: Path, target_layers: int | None = None) -> Eagle3Draft:
     layers follow where the config names none. Raises MissingFileError or FormatError."""
     path = folder / "config.json"
     stored = read_tensors(folder)
-    return load(read_config(path, read_object(path), stored.tensors, target_layers), stored)
+    raw = read_object(path)
+    return load(read_config(path, raw, stored.tensors, target_layers), stored, mask_token(path, raw, stored.tensors))
 
 
-def load(config: Eagle3Config, stored: Stored) -> Eagle3Draft:
-    """EAGLE-3 head from its config and tensors. Raises FormatError naming the tensor that is wrong."""
+def load(config: Eagle3Config, stored: Stored, mask_token_id: int | None = None) -> Eagle3Draft:
+    """EAGLE-3 head from its config and tensors; with a mask token a P-EAGLE head.
+
+    Raises FormatError naming the tensor that is wrong.
+    """
     # 1) Check the tensors; either prefix of the first decoder layer is read. The number of layers first: specs are made
     # for each.
-    where, tensors = stored.where, dict(stored.tensors)
+    where = stored.where
+    tensors = {_NUMBERED.sub(_THEIRS, name): tensor for name, tensor in stored.tensors.items()}
     check_count(where, "num_hidden_layers", config.num_hidden_layers, tensors)
     layer = LAYER if any(name.startswith(LAYER) for name in tensors) else OTHER_LAYER
     tensors = _plain(config, layer, where, tensors)
     mapping = mapping_specs(config)
     specs = {**tensor_specs(config, layer), **present({**embedding_specs(config), **mapping}, tensors)}
+    if mask_token_id is not None:
+        specs[MASK] = Spec((1, 1, len(config.aux_layers) * config.target_hidden_size))
     if reduced(config):
         specs["d2t"] = mapping["d2t"]  # t2d says nothing that d2t does not, and engines do not read it
     check_tensors(where, tensors, specs)
 
-    # 2) Build the module. A head of the whole vocabulary in another order gets the target's.
+    # 2) Build the module. A head of the whole vocabulary gets the target's order.
     ids = draft_ids_in(config, where, tensors)
     if not reduced(config):
         tensors["lm_head.weight"] = tensors["lm_head.weight"][ids.argsort()]
         ids, _ = ids.sort()
-    draft = Eagle3Draft(config, ids, own_embeddings="embed_tokens.weight" in tensors)
+    own = "embed_tokens.weight" in tensors
+    draft = Eagle3Draft(config, ids, own) if mask_token_id is None else PEagleDraft(config, mask_token_id, ids, own)
     check_marks(where, draft.t2d, tensors)
 
     # 3) The file's names to ours; buffers follow from the ids.
@@ -93,18 +102,14 @@ def load(config: Eagle3Config, stored: Stored) -> Eagle3Draft:
 
 
 def _plain(config: Eagle3Config, layer: str, where: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A file's tensors without what says nothing: tables of rotary frequencies, second norms; maps in our dtypes.
+    """A file's tensors without what says nothing: tables of rotary frequencies, second norms, biases of zeros; maps in
+    our dtypes.
 
     Raises FormatError where such a tensor says something else than the head computes.
     """
-    found = dict(tensors)
-    for name in [name for name in found if name.endswith(_FREQUENCIES)]:
-        wanted = frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-        if not torch.allclose(found.pop(name).float(), wanted, rtol=1e-2):
-            raise FormatError(f"{where}: tensor {name} has other rotary frequencies than the config")
-    for name, dtype in (("d2t", torch.int64), ("t2d", torch.bool)):
-        if name in found and not found[name].is_floating_point():
-            found[name] = found[name].to(dtype)
+    found = without_frequencies(config, where, our_maps(where, tensors))
+    if MASK in found:
+        found[MASK] = found[MASK].reshape(1, 1, -1)
 
     # Later layers' first norm has two names; where both are there, engines must take the same.
     for second, first in _second_norms(config).items():
@@ -139,6 +144,19 @@ def _prefixes(config: Eagle3Config, layer: str) -> list[str]:
 def _second_norms(config: Eagle3Config) -> dict[str, str]:
     """Second names of later layers' first norms -> their first names."""
     return {f"{layer}hidden_norm.weight": f"{layer}input_layernorm.weight" for layer in _prefixes(config, LAYER)[1:]}
+
+
+def our_maps(where: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A file's tensors with d2t and t2d in our dtypes: other projects store them as int32 or uint8."""
+    found = dict(tensors)
+    for name, dtype in (("d2t", torch.int64), ("t2d", torch.bool)):
+        values = found.get(name)
+        if values is None or values.is_floating_point() or values.is_complex():
+            continue
+        if dtype is torch.bool and bool(((values != 0) & (values != 1)).any()):
+            raise FormatError(f"{where}: tensor t2d has values other than 0 and 1")
+        found[name] = values.to(dtype)
+    return found
 
 
 def check_marks(where: Path, t2d: Tensor, tensors: Mapping[str, Tensor]) -> None:

@@ -13,11 +13,24 @@ from torch import Tensor
 from ...errors import FormatError
 from ..drafts.eagle3 import Eagle3Config
 from ..engine_features import FLAGS
-from .llama import dtype_entries, layer_entries, layer_fields, rope_entries, validated
+from .llama import QWEN3_DEFAULTS, dtype_entries, layer_entries, layer_fields, rope_entries, validated
 
 ARCHITECTURE, QWEN3_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
-ARCHITECTURES = (ARCHITECTURE, "Eagle3LlamaForCausalLM", QWEN3_ARCHITECTURE, "Qwen3ForCausalLMEagle3")
+ARCHITECTURES = (
+    ARCHITECTURE,
+    QWEN3_ARCHITECTURE,
+    "Eagle3LlamaForCausalLM",
+    "Eagle3MiniMaxM2ForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+    "PEagleDraftModel",
+    "PeagleLlamaForCausalLM",
+    "PeagleQwen3ForCausalLM",
+    "Qwen3ForCausalLMEagle3",
+)
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MASK = "mask_hidden"
+_MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 _NESTED, _COUNT = "eagle_config", "num_aux_hidden_states"
 _SLIDES, _FULL = "sliding_attention", "full_attention"
 # Fields that our head reads by itself: a plain Llama layer is all that the Llama reader knows.
@@ -84,7 +97,7 @@ def read_config(
             raise FormatError(f"{path}: {_NESTED}.{name} {nested[name]}: must be {value}")
 
     # The layers; what the tensors tell goes before the config, whose model_type is often the target's.
-    fields = layer_fields(path, {name: value for name, value in raw.items() if name not in _OWN})
+    fields = layer_fields(path, _plain_layer(path, raw))
     fields["num_hidden_layers"] = raw.get("num_hidden_layers") or 1
     fields["body"] = "qwen3" if any(name.endswith("self_attn.q_norm.weight") for name in tensors) else "llama"
     bias = any(name.endswith("self_attn.q_proj.bias") for name in tensors)
@@ -107,6 +120,28 @@ def read_config(
     fields["target_hidden_size"] = raw.get("target_hidden_size") or known
     fields["draft_vocab_size"] = raw.get("draft_vocab_size") or raw.get("vocab_size")
     return validated(Eagle3Config, path, fields)
+
+
+def mask_token(path: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> int | None:
+    """The mask token of a P-EAGLE head, which has a learned state; None: it is none. Raises FormatError."""
+    if MASK not in tensors:
+        return None
+    found = next((raw[name] for name in _MASK_TOKENS if raw.get(name) is not None), None)
+    size = raw.get("vocab_size")
+    if type(found) is not int or not isinstance(size, int) or not 0 <= found < size:
+        raise FormatError(f"{path}: {_MASK_TOKENS[0]} {found}: must be a token id below vocab_size {size}")
+    return found
+
+
+def _plain_layer(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of one plain Llama layer in a head's. Raises FormatError for an absent field without one default."""
+    # Engines read every head as a Llama or a Qwen 3, and take what is absent from the model type's own defaults.
+    kind = raw.get("model_type") or "llama"
+    for name in QWEN3_DEFAULTS if kind not in ("llama", "qwen3") else ():
+        if raw.get(name) is None and name != "head_dim":
+            raise FormatError(f"{path}: {name}: must be named for model_type {kind}: readers differ in their defaults")
+    named = {name: value for name, value in raw.items() if name not in _OWN and value is not None}
+    return {**(QWEN3_DEFAULTS if kind == "qwen3" else {}), **named}
 
 
 def _windows(path: Path, raw: Mapping[str, Any], layers: int) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from ..drafts.base import DraftModule
 from ..drafts.dflash import DFlashDraft
 from ..drafts.eagle import EagleDraft
 from ..drafts.eagle3 import Eagle3Draft
+from ..drafts.layers import YarnRope
 from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
-from ..engine_features import not_honoured
+from ..engine_features import NAMES, ServingEngine, not_honoured
 from . import dflash, eagle, eagle3, hf, medusa, speculators
 from .detect import detect
 from .gguf import layouts
@@ -111,6 +112,8 @@ def write_draft(
 
     # The other formats, by family. SGLang reads vLLM's layout but for EAGLE's, and leaves out some tensors.
     sglang = name == "sglang"
+    if sglang:
+        _check_sglang_rope(draft)
     match draft:
         case SmallDraft():
             hf.write(draft, folder)
@@ -119,12 +122,18 @@ def write_draft(
                 raise _own_embeddings()
             eagle.write(draft, folder, "sglang" if sglang else "vllm")
         case Eagle3Draft():
+            _check_honoured(name, "sglang" if sglang else "vllm", draft)
             if name == "speculators":
                 assert verifier is not None
                 speculators.write(draft, folder, draft_tokens, verifier)
                 return
-            if sglang:
-                _check_sglang_eagle3(draft)
+            # SGLang keeps a head's own embeddings where the target's do not fit it.
+            if (
+                sglang
+                and draft.embed_tokens is not None
+                and draft.config.target_hidden_size == draft.config.hidden_size
+            ):
+                raise _own_embeddings()
             eagle3.write(draft, folder)
         case DFlashDraft():
             if name == "speculators":
@@ -149,13 +158,23 @@ def _own_embeddings() -> InputError:
     return InputError("format sglang: SGLang drafts with the target's embeddings; the draft has its own")
 
 
-def _check_sglang_eagle3(draft: Eagle3Draft) -> None:
-    odd = not_honoured("sglang", draft.config)
+def _check_sglang_rope(draft: DraftModule) -> None:
+    scaling = getattr(getattr(draft, "config", None), "rope_scaling", None)
+    if isinstance(scaling, YarnRope) and not scaling.plain:
+        raise InputError(
+            f"format sglang: SGLang does not compute rope_scaling yarn with attention scaled by {scaling.stretch:g}, "
+            "or with a ramp that is not truncated; vLLM does"
+        )
+
+
+def _check_honoured(name: Format, engine: ServingEngine, draft: Eagle3Draft) -> None:
+    odd = not_honoured(engine, draft.config)
     if odd is not None:
-        raise InputError(f"format sglang: SGLang does not compute {odd}, with which the draft was made")
-    # SGLang keeps a head's own embeddings where the target's do not fit it.
-    if draft.embed_tokens is not None and draft.config.target_hidden_size == draft.config.hidden_size:
-        raise _own_embeddings()
+        raise InputError(f"format {name}: {NAMES[engine]} does not compute {odd}, with which the draft was made")
+    if name == "speculators" and not draft.config.aux_layers:
+        raise InputError(
+            "format speculators: its heads read features of layers; the draft reads the target's last state"
+        )
 
 
 def _check_sglang_dflash(draft: DFlashDraft) -> None:

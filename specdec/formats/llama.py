@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from pydantic import BaseModel, ValidationError
+from torch import Tensor
 
 from ...errors import FormatError
-from ..drafts.layers import ROPE_TYPES, LayerConfig
+from ..drafts.layers import ROPE_TYPES, LayerConfig, frequencies
 from .tensors import Shape, Spec
 
 Config = TypeVar("Config", bound=BaseModel)
@@ -18,10 +20,17 @@ _FIXED = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
+    "logit_scale": 1.0,
 }
+# Who computes what a head is refused for.
+_READERS = {"mlp_bias": "vLLM and TensorRT-LLM compute it", "logit_scale": "vLLM computes it"}
 _LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+QWEN3_DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 _LLAMA_THETA = 10000.0
-_BESIDE_SCALING = ("type", "rope_theta", "partial_rotary_factor")
+_BESIDE_SCALING = ("type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+# No scaling at all: of several coordinates a text has the same in each (mrope); the base grows past the draft's context
+# only (dynamic), beyond which no draft is used.
+_UNSCALED = ("default", "mrope", "dynamic")
 
 
 def layer_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +41,8 @@ def layer_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     # Absent fields mean our value; any other value is a layer that we do not compute.
     for name, value in _FIXED.items():
         if raw.get(name) not in (None, value):
-            raise FormatError(f"{path}: {name} {raw[name]}: must be {value}")
+            reader = f"; {_READERS[name]}" if name in _READERS else ""
+            raise FormatError(f"{path}: {name} {raw[name]}: must be {value}{reader}")
 
     # Defaults of multi-head attention, where the config does not say otherwise.
     fields = {name: raw[name] for name in LayerConfig.model_fields if raw.get(name) is not None}
@@ -56,12 +66,14 @@ def rope_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
 
         # The scaling's type, under its newer or older key.
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ("default", *ROPE_TYPES):
-            raise FormatError(f"{path}: {name}: rope_type {kind}: must be default, {', '.join(ROPE_TYPES)}")
+        if kind not in (*_UNSCALED, *ROPE_TYPES):
+            raise FormatError(f"{path}: {name}: rope_type {kind}: must be {', '.join((*_UNSCALED, *ROPE_TYPES))}")
+        if kind == "dynamic":
+            _check_grows_late(path, name, rope, raw)
 
         # A base inside the object goes before one beside it.
         theta, share = rope.get("rope_theta", theta), rope.get("partial_rotary_factor", share)
-        if kind != "default":
+        if kind not in _UNSCALED:
             named = {key: value for key, value in rope.items() if key not in _BESIDE_SCALING and value is not None}
             scaling = named | {"rope_type": kind}
 
@@ -69,6 +81,19 @@ def rope_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
     if share not in (None, 1):
         raise FormatError(f"{path}: partial_rotary_factor {share}: must be 1")
     return {"rope_theta": _LLAMA_THETA if theta is None else theta, "rope_scaling": scaling}
+
+
+def _check_grows_late(path: Path, name: str, rope: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
+    """Raise FormatError for dynamic scaling that changes the base within the draft's own context."""
+    for field in ("alpha", "max_trained_positions"):
+        if rope.get(field) is not None:
+            raise FormatError(f"{path}: {name}: dynamic: {field} {rope[field]}: vLLM reads it, transformers does not")
+    original, context = rope.get("original_max_position_embeddings"), raw.get("max_position_embeddings")
+    if original is not None and original != context:
+        raise FormatError(
+            f"{path}: {name}: dynamic: original_max_position_embeddings {original}: must be max_position_embeddings, "
+            f"{context}: the base follows from the length of the text in transformers, and is one in vLLM and SGLang"
+        )
 
 
 def validated(model: type[Config], path: Path, fields: Mapping[str, Any]) -> Config:
@@ -113,12 +138,26 @@ def rope_parameters(config: LayerConfig) -> dict[str, Any]:
 
 
 def _scaling(config: LayerConfig) -> dict[str, Any]:
-    return {} if config.rope_scaling is None else config.rope_scaling.model_dump(mode="json")
+    return {} if config.rope_scaling is None else config.rope_scaling.model_dump(mode="json", exclude_none=True)
 
 
 def dtype_entries(dtype: str) -> dict[str, Any]:
     """config.json entries of the weights' dtype, under transformers' new and old name."""
     return {"dtype": dtype, "torch_dtype": dtype}
+
+
+def without_frequencies(config: LayerConfig, where: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A file's tensors without tables of rotary frequencies, which older releases of transformers stored.
+
+    Raises FormatError for a table that is not what the config says.
+    """
+    found = dict(tensors)
+    for name in [name for name in found if name.endswith("rotary_emb.inv_freq")]:
+        wanted = frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+        table = found.pop(name).float()
+        if table.shape != wanted.shape or not torch.allclose(table, wanted, rtol=1e-2):  # may be stored in bfloat16
+            raise FormatError(f"{where}: tensor {name} has other rotary frequencies than the config")
+    return found
 
 
 def layer_specs(config: LayerConfig, prefix: str, width: int, bias: bool = False) -> dict[str, Spec]:

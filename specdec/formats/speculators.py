@@ -22,6 +22,7 @@ from .tensors import read_tensors
 
 MODEL_TYPE = "speculators_model_type"
 _VERSION = "0.9.0"
+_PARALLEL = "peagle"
 _LAYER = "transformer_layer_config"
 _DFLASH_LAYER_IDS = "aux_hidden_state_layer_ids"
 
@@ -63,7 +64,13 @@ def read(folder: Path, target_layers: int | None = None) -> Eagle3Draft | DFlash
     raw, stored = read_object(path), read_tensors(folder)
     if raw.get(MODEL_TYPE) == "dflash":
         return dflash.load(read_dflash_config(path, raw), stored)
-    return eagle3.load(read_config(path, raw, stored.tensors, target_layers), stored)
+    config = read_config(path, raw, stored.tensors, target_layers)
+    entries = {"mask_token_id": raw.get("mask_token_id"), "vocab_size": config.vocab_size}
+    mask = eagle3_config.mask_token(path, entries, stored.tensors)
+    if (mask is not None) != (raw[MODEL_TYPE] == _PARALLEL):
+        has = "has none" if mask is None else "is there"
+        raise FormatError(f"{path}: {MODEL_TYPE} {raw[MODEL_TYPE]}: tensor {eagle3_config.MASK} {has}")
+    return eagle3.load(config, stored, mask)
 
 
 def engine_config(config: Eagle3Config, dtype: str, draft_tokens: int, verifier: Verifier) -> dict[str, Any]:
@@ -149,10 +156,13 @@ def read_config(
 ) -> Eagle3Config:
     """EAGLE-3 config from config.json, and the body from the tensors. Raises FormatError naming the field."""
     # Fields whose absence means different things to different readers must be there.
-    if raw.get(MODEL_TYPE) != "eagle3":
-        raise FormatError(f"{path}: {MODEL_TYPE} {raw.get(MODEL_TYPE)}: only eagle3 and dflash can be read")
+    kind = raw.get(MODEL_TYPE)
+    if kind not in ("eagle3", _PARALLEL):
+        raise FormatError(
+            f"{path}: {MODEL_TYPE} {kind}: only eagle3, {_PARALLEL} and dflash can be read; vLLM reads more"
+        )
     layer = _layer(path, raw, get_args(Body))
-    if raw.get("norm_before_residual") is None:
+    if raw.get("norm_before_residual") is None and kind != _PARALLEL:  # false there, all readers agree
         raise FormatError(
             f"{path}: norm_before_residual: must be named: vLLM takes none for true, speculators for false"
         )

@@ -16,6 +16,7 @@ from .eagle import Eagle3Drafter, EagleDrafter
 from .medusa import MedusaDrafter
 from .merged import MergedProposer
 from .other_device import OtherDeviceDrafter, device_of, remote_copy
+from .peagle import PEagleDrafter
 from .small import SmallDrafter
 from .static_tree import StaticProposer
 from .tree_settings import DynamicTree, OwnTree
@@ -45,6 +46,7 @@ DRAFTERS: Mapping[str, Callable[[Any, CausalModel], Drafter]] = {
     "medusa": lambda draft, target: MedusaDrafter(draft),
     "eagle": EagleDrafter,
     "eagle3": Eagle3Drafter,
+    "peagle": PEagleDrafter,
     "dflash": DFlashDrafter,
 }
 """Drafter factory by family: (draft, target) -> Drafter, for a draft on the target's device."""

@@ -101,13 +101,18 @@ class FeatureDrafter(ABC, Generic[D]):
 
         # Few rows at a time: attention holds a score for each pair of query and key.
         parts = [
-            self._draft(embeds_BTH[some], read_BTA[some], QueryMask(pack.documents(some), at_BM[some]), count)
+            self._unrolled(embeds_BTH[some], read_BTA[some], QueryMask(pack.documents(some), at_BM[some]), count)
             for some in pack.groups(at_BM.shape[1] * embeds_BTH.shape[1], MOST_PAIRS)
         ]
 
         # One tensor of states a level, with a row for each round start.
         levels = ((pack.unplaced(torch.cat(level)), self._logits) for level in zip(*parts))
         return trace_levels(pack, count, levels, self._draft.vocab_size, sampling)
+
+    def _unrolled(self, embeds_BTH: Tensor, read_BTA: Tensor, starts: QueryMask, count: int) -> list[Tensor]:
+        """States [B, M, H] of `count` steps at the pairs before round starts."""
+        states: list[Tensor] = self._draft(embeds_BTH, read_BTA, starts, count)
+        return states
 
     def _read_pairs(self, after: Texts, states: States, step: CacheStep) -> Tensor:
         """Read pairs (true state, token after it) into the cache. Returns each row's last state [B, H], from which the

@@ -12,6 +12,7 @@ import heads
 import pytest
 import torch
 from distilled import cached_stages
+from safetensors.torch import load_file, save_file
 
 from draftforge.errors import FormatError, InputError
 from draftforge.pipeline import distill as flow
@@ -163,6 +164,29 @@ def test_answers_that_a_draft_cannot_say_have_no_perplexity(
     flow.score(recipe, str(tmp_path))
     (row,) = [row for row in scored[-1].rows if not row.baseline]
     assert row.tau.value >= 1.0 and math.isnan(row.perplexity)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_heads_of_speculators_own_defaults_are_scored(
+    recipe: Recipe, scored: list[Scored], tmp_path: Path, parallel: bool
+) -> None:
+    """EAGLE-3 with all norms and a window, and P-EAGLE, whose masks are drafted in one pass."""
+    target = Workspace(recipe).target
+    layer = {**heads.LAYER, "hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "sliding_window": 9}
+    stock = {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True}
+    sizes = {"target_hidden_size": target.hidden_size, "draft_vocab_size": target.vocab_size, "aux_layers": (1, 2, 4)}
+    verifier = Verifier("owner/model", ["LlamaForCausalLM"])
+    write_draft(
+        Eagle3Draft(Eagle3Config.model_validate({**layer, **sizes, **stock})), tmp_path, "speculators", 4, verifier
+    )
+    if parallel:
+        path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+        config = json.loads(path.read_text()) | {"speculators_model_type": "peagle", "mask_token_id": 3}
+        path.write_text(json.dumps(config))
+        save_file({**load_file(weights), "mask_hidden": torch.randn(1, 1, 3 * target.hidden_size)}, weights)
+    flow.score(recipe, str(tmp_path))
+    (row,) = [row for row in scored[-1].rows if not row.baseline]
+    assert row.tau.value >= 1.0 and math.isfinite(row.perplexity)
 
 
 def test_a_draft_of_another_form_of_the_target_is_labelled(

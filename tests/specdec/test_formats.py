@@ -60,7 +60,6 @@ def eagle3_folder(tmp_path: Path) -> Path:
         heads.eagle3(40, **DEEP),
         heads.eagle3(aux_layers=(), num_hidden_layers=4),
         heads.eagle3(own_embeddings=True, target_hidden_size=20, aux_layers=(1, 2, 3, 5), attention_bias=True),
-        heads.eagle3(fc_bias=True),
         heads.medusa(True, 2),
         heads.dflash(40),
     ],

@@ -96,7 +96,11 @@ def test_every_tensor_of_another_shape_or_type_is_named(
     for name, tensor in tensors.items():
         if kind == "medusa-original" and name == "0.2.weight" and message == "has shape":
             continue  # the vocabulary is read off this one: the others are then what is wrong
-        if kind in ("eagle3", "speculators") and name in ("d2t", "t2d") and "int32" in message:
+        if (
+            kind in ("eagle3", "speculators", "dflash", "speculators-dflash")
+            and name in ("d2t", "t2d")
+            and "int32" in message
+        ):
             continue  # other projects store the maps so
         save_file({**tensors, name: change(tensor)}, path)
         with pytest.raises(FormatError, match=message) as refused:
@@ -161,10 +165,13 @@ def test_vocabularies_that_do_not_fit(name: Format, change: Any, message: str, t
         ({"sliding_window": 0, "use_sliding_window": True}, "sliding_window: Input should be greater than or equal to"),
         ({"hidden_act": "gelu"}, "hidden_act gelu: must be silu"),
         ({"mlp_bias": True}, "mlp_bias True: must be False"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, "rope_type dynamic: must be default, linear"),
+        (
+            {"rope_scaling": {"rope_type": "ntk", "factor": 8.0}},
+            "rope_type ntk: must be default, mrope, dynamic, linear",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3: low_freq_factor: Field required"),
         ({"rope_scaling": LLAMA3 | {"high_freq_factor": 1.0}}, "high_freq_factor 1.0: must exceed low_freq_factor"),
-        ({"rope_scaling": YARN | {"mscale": 0.7}}, "rope_scaling: yarn: mscale: Extra inputs are not permitted"),
+        ({"rope_scaling": YARN | {"mscale": 0.7}}, "yarn: .*mscale 0.7: needs mscale_all_dim"),
         ({"rope_scaling": LONG | {"long_factor": [1.0] * 4}}, "long_factor: must equal short_factor"),
         ({"rope_scaling": LONG | {"long_mscale": 2.0}}, "attention_factor, short_mscale and long_mscale: must"),
         ({"rope_scaling": LONG, "head_dim": 10}, "long_factor: 4 numbers, must be half of head_dim 10"),
@@ -188,7 +195,7 @@ def test_configs_that_ask_for_something_else(entries: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"speculators_model_type": "mtp"}, "speculators_model_type mtp: only eagle3 and dflash can be read"),
+        ({"speculators_model_type": "mtp"}, "mtp: only eagle3, peagle and dflash can be read"),
         ({"transformer_layer_config": {"model_type": "gemma3"}}, "model_type gemma3: must be llama or qwen3"),
         ({"transformer_layer_config": None}, r"transformer_layer_config\.model_type None: must be llama or qwen3"),
         ({"norm_before_residual": None}, "norm_before_residual: must be named"),
@@ -416,6 +423,13 @@ def test_formats_take_the_families_that_they_are_for(tmp_path: Path) -> None:
         check_family("hf", "eagle3")
     with pytest.raises(InputError, match="format speculators: names the target; give its hub id"):
         write_draft(heads.eagle3(), tmp_path, "speculators")
+    with pytest.raises(InputError, match="format vllm: vLLM does not compute fc_bias True, with which the draft was"):
+        write_draft(heads.eagle3(fc_bias=True), tmp_path, "vllm")
+    with pytest.raises(InputError, match="format speculators: its heads read features of layers; the draft reads the"):
+        write_draft(heads.eagle3(aux_layers=()), tmp_path, "speculators", 4, VERIFIER)
+    stretched = heads.eagle3(rope_scaling={**YARN, "attention_factor": 1.5})
+    with pytest.raises(InputError, match=r"SGLang does not compute rope_scaling yarn with attention scaled by 1\.5"):
+        write_draft(stretched, tmp_path, "sglang")
     for fields, odd in NOT_SGLANG:
         with pytest.raises(InputError, match=f"format sglang: SGLang does not compute {odd}, with which the draft was"):
             write_draft(heads.eagle3(**fields), tmp_path, "sglang")

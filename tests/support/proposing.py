@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable
 
-from stand_ins import near_copy, target, taught_dflash, taught_eagle, taught_eagle3, taught_medusa
+from stand_ins import near_copy, parallel_eagle3, target, taught_dflash, taught_eagle, taught_eagle3, taught_medusa
 
 from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
@@ -26,11 +26,11 @@ from draftforge.specdec.tree import Drawn
 
 CHAINS = (
     "small", "skipped", "eagle", "eagle3", "eagle3-reduced", "eagle3-deep", "medusa", "dflash",
-    "dflash-reduced", "lookup", "jacobi", "cascade", "cascade-small",
+    "dflash-reduced", "peagle", "lookup", "jacobi", "cascade", "cascade-small",
 )  # fmt: skip
 TREES = (
     "small-tree", "small-dynamic", "small-merged", "skipped-tree", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic",
-    "eagle3-deep-dynamic", "medusa-tree", "dflash-tree", "dflash-dynamic", "suffix", "lookahead",
+    "eagle3-deep-dynamic", "medusa-tree", "dflash-tree", "dflash-dynamic", "peagle-dynamic", "suffix", "lookahead",
 )  # fmt: skip
 TRAINING_FREE: dict[str, Callable[[], Proposer]] = {
     "lookup": PromptLookup,
@@ -79,6 +79,8 @@ def taught(family: str, draft_vocab: int | None = None, deep: bool = False) -> D
     """Taught once a process, on the one target of these tests."""
     if deep:
         return taught_eagle3(target(), deep=True)
+    if family == "peagle":
+        return parallel_eagle3(target())
     if family in ("dflash", "eagle3"):
         return (taught_dflash if family == "dflash" else taught_eagle3)(target(), draft_vocab)
     return taught_eagle(target()) if family == "eagle" else taught_medusa(target())
@@ -99,6 +101,7 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
         "eagle": lambda: taught("eagle"),
         "eagle3": lambda: taught("eagle3", 40 if kind == "reduced" else None, deep),
         "medusa": lambda: taught("medusa"),
+        "peagle": lambda: taught("peagle"),
         "dflash": lambda: taught("dflash", 40 if kind == "reduced" else None),
     }
     if kind == "elsewhere":  # a CPU, seen from a GPU; on a CPU another precision stands in for another device

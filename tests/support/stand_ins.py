@@ -15,6 +15,7 @@ from draftforge.specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
+from draftforge.specdec.drafts.peagle import PEagleDraft
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 from draftforge.specdec.models import CausalModel, States
@@ -122,6 +123,15 @@ def taught_eagle3(
     ids_BT, states = _answers(model, draft.config.aux_layers)
     known = torch.isin(torch.arange(model.vocab_size), draft.draft_ids).nonzero()[:, 0]
     return _taught(draft, _two_steps(draft, model, ids_BT, states.aux_BTA, draft.logits, known), steps)
+
+
+def parallel_eagle3(model: CausalModel) -> PEagleDraft:
+    """A P-EAGLE head: its first token is the taught head's, its later ones are right by chance."""
+    taught = taught_eagle3(model)
+    torch.manual_seed(9)
+    draft = PEagleDraft(taught.config, 7, taught.draft_ids)
+    draft.load_state_dict({**taught.state_dict(), "mask_hidden": torch.randn(draft.mask_hidden.shape)})
+    return draft.eval()
 
 
 def _two_steps(

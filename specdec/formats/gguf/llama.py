@@ -143,6 +143,11 @@ def scaling_fields(arch: str, scaling: RopeScaling | None) -> dict[str, Field]:
             return {}
         case LinearRope(factor=factor):
             return {f"{arch}.rope.scaling.type": "linear", f"{arch}.rope.scaling.factor": factor}
+        case YarnRope(plain=False) as yarn:
+            raise FormatError(
+                f"format gguf: rope_scaling yarn: attention is scaled by {yarn.stretch:g}, or its ramp not truncated: "
+                "llama.cpp has no key for it, vLLM computes it"
+            )
         case YarnRope(factor=factor) as yarn if (yarn.beta_fast, yarn.beta_slow) == _USUAL_RAMP:
             return {
                 f"{arch}.rope.scaling.type": "yarn",

@@ -1,16 +1,19 @@
 """The `speculators` package reads what we write, and drafts the tokens that we draft. `make test-vllm` runs this."""
 
+import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import heads
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stand_ins import first_positions
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
+from draftforge.specdec.drafts.peagle import PEagleDraft
 from draftforge.specdec.formats import Verifier, read_draft, write_draft
 from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 
@@ -78,6 +81,44 @@ def test_it_loads_our_folder_and_drafts_the_same_tokens(
         if k and "sliding_window" in flags:  # engines and we count a window from the position that is drafted from, the
             inside = 4 - k  # package from the pair that the drafts began with: it sees up to k more keys
         assert torch.equal(ours.logits(state).argmax(-1)[:, :inside], tokens[:, :inside])
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, STOCK, {"body": "qwen3", "num_hidden_layers": 2, "sliding_window": 4}], ids=named
+)
+@torch.no_grad()
+def test_we_read_its_parallel_heads_and_compute_the_same(
+    target_folder: Path, tmp_path: Path, flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = heads.eagle3(40, own_embeddings=True, **flags)
+    write_draft(draft, tmp_path, "speculators", 4, Verifier(str(target_folder), ["LlamaForCausalLM"]))
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    entries = {"speculators_model_type": "peagle", "architectures": ["PEagleDraftModel"], "mask_token_id": 5}
+    config = json.loads(path.read_text()) | entries
+    config["speculators_config"]["algorithm"] = "peagle"
+    path.write_text(json.dumps(config))
+    save_file({**load_file(weights), "mask_hidden": torch.randn(1, 1, 72)}, weights)
+    ours = read_draft(tmp_path)
+    assert isinstance(ours, PEagleDraft) and ours.embed_tokens is not None
+
+    read: Any = speculators.SpeculatorModelConfig.from_pretrained(str(tmp_path))
+    read.transformer_layer_config._attn_implementation = "eager"
+    theirs: Any = speculators.SpeculatorModel.from_pretrained(str(tmp_path), config=read)
+    seen: dict[str, Any] = {}
+    torch.manual_seed(0)
+    core = importlib.import_module("speculators.models.peagle.core")
+    monkeypatch.setattr(core, "compute_metrics", lambda **given: (seen.update(given), None))
+    ids = torch.randint(61, (1, TOKENS + 1), generator=torch.Generator().manual_seed(3))
+    aux = torch.randn(1, TOKENS + 1, 72, generator=torch.Generator().manual_seed(4))
+    document, last = torch.zeros(1, TOKENS, dtype=torch.long), torch.zeros(1, TOKENS, 24)
+    theirs(aux[:, :TOKENS], ids[:, 1:], document, verifier_last_hidden_states=last, num_depths=STEPS)
+    mask_H = ours.embed_tokens(torch.tensor(5))
+    states = ours.parallel(ours.embed_tokens(ids), aux, first_positions(ids, TOKENS), STEPS, mask_H)
+    logits = torch.stack([ours.logits(state[0]) for state in states])
+    depth, anchor = seen["depth"], seen["anchor_pos"]
+    real = anchor >= 0  # it samples masks before the first pair too
+    torch.testing.assert_close(logits[depth, anchor][real], seen["logits"][0, real], rtol=1e-4, atol=1e-4)
+    assert set(depth[real].tolist()) == set(range(STEPS))
 
 
 @pytest.mark.parametrize("flags", [{}, STOCK, *BODIES], ids=named)
