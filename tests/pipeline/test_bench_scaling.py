@@ -66,15 +66,17 @@ def test_trainings_on_one_and_two_ranks_are_compared_and_profiled(
         folder.mkdir()
         ended = run_ranks(python, command, folder, gpus, 200.0)
         assert [rank.code for rank in ended] == [0] * gpus, ended
-        for line in ended[0].said.splitlines():
+        lines = ended[0].said.splitlines()
+        for line in lines:
             heard(line)
-        return module.Said(0, began, time.time(), [])
+        return module.Said(0, began, time.time(), [(time.time(), line) for line in lines])
 
     monkeypatch.setattr(module.Bench, "launch", launch)
     monkeypatch.setattr(module, "_EQUAL_STEPS", 5)
-    recipe, out = recipe_in(tmp_path, drafts={"small": SMALL}), tmp_path / "out"
+    score = {"draft_tokens": [1], "replay_tokens": 60, "costs": {"prompts": 1, "rounds": 4, "warmup_rounds": 0}}
+    recipe, out = recipe_in(tmp_path, drafts={"small": SMALL}, score=score), tmp_path / "out"
     asked = [str(out), "--recipe", str(recipe), "--draft", "small", "--stage", "2", "--steps", "6"]
-    module.app([*asked, "--equal", "--profile"], standalone_mode=False)
+    module.app([*asked, "--equal", "--profile", "--capture", "--score"], standalone_mode=False)
     found = json.loads((out / "results.json").read_text())
     one, two = (found["runs"][f"speed-small-{gpus}gpu-zero2"] for gpus in (1, 2))
     for run in (one, two):
@@ -83,7 +85,12 @@ def test_trainings_on_one_and_two_ranks_are_compared_and_profiled(
     assert found["equal"]["equal-small-2gpu-zero2"]["largest_relative_difference"] < 1e-4
     host = found["profile"]["profile-small-2gpu-zero2"]["host_ms"]
     assert set(host) >= {"draft forward", "loss and its gradient", "backward", "clip and optimizer"}
-    assert "positions/s" in capsys.readouterr().out
+    alone, shared = (found["capture"][gpus] for gpus in ("1", "2"))
+    assert alone["tokens"] == shared["tokens"] > 0 and alone["seconds"] > 0 and "whole_seconds" in shared
+    alone, shared = (found["score"][gpus] for gpus in ("1", "2"))
+    assert shared["equal_counts"] and shared["rows"] == alone["rows"] > 0 and shared["seconds"] > 0
+    said = capsys.readouterr().out
+    assert "positions/s" in said and "counts as on the fewest" in said
     assert len(list((out / "work").glob("capture-*"))) == 1
 
 
@@ -136,6 +143,36 @@ def test_a_failing_training_is_noted_and_the_others_go_on(
     assert "the loss is not finite" in capsys.readouterr().out
     module.train_all(bench, 1, [runs[0]])  # known already
     assert len(launched) == 2
+
+
+@pytest.mark.parametrize("too_late", [False, True])
+def test_a_training_that_is_stopped_goes_on_on_fewer(
+    script: Callable[[str], ModuleType], recipe_in: Callable[..., Path], tmp_path: Path, too_late: bool
+) -> None:
+    module = script("bench_scaling")
+    bench = module.Bench(tmp_path, load_recipe(recipe_in(tmp_path, drafts={"small": SMALL})), [1, 2])
+    run, launched = module.Run("small", 2, 1, 4, "resumed"), list[Any]()
+
+    def launch(name: str, gpus: int, command: list[str], until: str | None = None) -> Any:
+        (said,) = yaml.safe_load(Path(command[-1]).read_text())["drafts"].items()
+        launched.append((gpus, until, said[0], said[1]["tokens_per_step"], said[1]["accumulation"]))
+        folder = tmp_path / f"work/train-{run.name}-{'0' * 12}"
+        if until is None or too_late:
+            (folder / "checkpoints/step-000004").mkdir(parents=True)
+        step = {"seconds": 0.5, "positions_per_second": 100.0, "loss": 1.0}
+        if folder.is_dir():
+            lines = [{"step": number, "time": float(number), **step} for number in range(1, 5)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return module.Said(143, 0.0, 1.0, [(0.5, "going on after step 3")])
+
+    bench.launch = launch
+    module.resume_on_fewer(bench, run)
+    found = bench.found(run)
+    assert launched[0] == (2, "step 3/", run.name, 512, 2)
+    assert ("failed" in found) == too_late and len(launched) == (1 if too_late else 2)
+    if not too_late:
+        assert launched[1] == (1, None, run.name, 512, 4)  # the same global batch
+        assert found["went_on"] == "going on after step 3" and found["losses"] == [1.0] * 4
 
 
 def test_a_trace_is_split_by_the_part_of_the_step_that_launched_each_kernel(
