@@ -26,6 +26,7 @@ _IDLE = ("no chat request", "health check")  # what no decoding engine was busy 
 _NO_CHAT = ("other log line", JOINED, "logged twice", *_IDLE)  # what no domain misses
 MOST_PLACES = 32  # kept of each reason
 OVER_LIMIT, COPY, BROKEN = "over its source's limit", "exact copy", "broken rule"
+UNFINISHED = "prompt that the target did not finish"
 
 
 R = TypeVar("R", covariant=True)

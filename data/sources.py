@@ -18,7 +18,7 @@ from . import files
 from .concurrency import Traffic
 from .logs.chat import Entry, JoinedLines, LogReader
 from .logs.readers import FORMATS
-from .record_outcomes import COPY, OVER_LIMIT, Outcome, SourceCounts, Unit, name_of, outcomes_of, read_item
+from .record_outcomes import COPY, OVER_LIMIT, UNFINISHED, Outcome, SourceCounts, Unit, name_of, outcomes_of, read_item
 from .records import DEFAULT_COLUMNS, Record
 from .settings import DatasetSource, FileKind, FileSource, MixSettings, Shape, Source, TargetSource
 
@@ -274,10 +274,15 @@ def _target_prompts(
 ) -> Iterator[files.Item | Outcome[Record]]:
     if sample_prompts is None:
         raise RecipeError(f"mix.sources[{index}]: kind 'target' samples from the target, and none is given")
-    for i, prompt in enumerate(sample_prompts(source.count, source.seed, source.max_tokens)):
+    prompts = sample_prompts(source.count, source.seed, source.max_tokens)
+    for i in range(max(source.count, len(prompts))):
         where = f"prompt {i} of the target"
-        blank = not prompt.strip()
-        yield Outcome(where, broken=f"{where}: is blank") if blank else files.Item(base_dir, where, {"prompt": prompt})
+        if i >= len(prompts):
+            yield Outcome(where, left_out=UNFINISHED, domain=source.domain)
+        elif prompts[i].strip():
+            yield files.Item(base_dir, where, {"prompt": prompts[i]})
+        else:
+            yield Outcome(where, broken=f"{where}: is blank", domain=source.domain)
 
 
 def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]:

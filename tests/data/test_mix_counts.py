@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from made_logs import LINES, write_log
 
@@ -59,6 +60,49 @@ def test_what_is_read_is_kept_or_left_out_for_one_reason(tmp_path: Path, kind: s
     assert summary(manifest).startswith(
         f"{lines} records read: {len(mix)} conversations with {sum(asked.values())} turns; left out: "
     )
+
+
+def check_sums(folder: Path, read: int) -> Counter[str]:
+    """What was left out of a mix of one source, after a look whether everything sums to what was read."""
+    manifest, mix = load_manifest(folder), load_mix(folder)
+    (source,) = manifest["sources"]
+    assert source["read"] == manifest["read"] == read
+    assert read == source["taken"] + source["skipped"] + sum(source["left_out"].values())
+    assert read == len(mix) + sum(manifest["left_out"].values())
+    return Counter(manifest["left_out"])
+
+
+@pytest.mark.parametrize("limit", [None, 50])
+@pytest.mark.parametrize("rows", [None, 70])
+def test_rows_of_a_dataset_sum_to_what_was_read(tmp_path: Path, limit: int | None, rows: int | None) -> None:
+    table = [talk(i, "chat") for i in range(64)]
+    table[7:7] = [talk(3, "chat"), {"messages": [{"role": "user", "content": 5}], "domain": "chat"}]
+    table[9:9] = [{"messages": [{"role": "user"}], "domain": "chat"}]
+    table += [talk(i, "chat") for i in range(56, 64)]
+    rows_read = [json.dumps(row["messages"]) for row in table]  # as a table of text holds them
+    datasets.Dataset.from_dict({"messages": rows_read}).save_to_disk(str(tmp_path / "saved"))
+    source: Line = {"kind": "dataset", "name": "saved", "domain": "chat", "limit": limit, "rows": rows}
+    left_out = check_sums(build(tmp_path, [{**source, "skip_invalid": True}]), rows or len(table))
+    assert left_out["broken rule"] == left_out["messages in an unread form"] == 1
+    again = 4 if rows else 9
+    over = (rows or len(table)) - 2 - again - (limit or 64)
+    copies, over_limit = left_out["exact copy"], left_out["over its source's limit"]
+    # Copies of what is over the limit are over it, too.
+    assert copies + over_limit == again + over and (copies == again or limit is not None)
+    with pytest.raises(InputError, match=r"^saved\[train\] row 9: messages\[0\]: content is a JSON number"):
+        build_mix(MixSettings.model_validate({"sources": [source]}), tmp_path, tmp_path / "strict")
+
+
+@pytest.mark.parametrize("limit", [None, 50])
+def test_prompts_of_the_target_sum_to_what_was_asked_for(tmp_path: Path, limit: int | None) -> None:
+    prompts = [talk(i, "")["messages"][0]["content"] for i in range(64)]
+    prompts[7:7] = [" \n", prompts[3], prompts[3]]
+    settings = MixSettings.model_validate({"sources": [{"kind": "target", "count": 70, "limit": limit}]})
+    build_mix(settings, tmp_path, tmp_path / "mix", sample_prompts=lambda count, seed, most: prompts)
+    left_out = check_sums(tmp_path / "mix", 70)
+    assert left_out["broken rule"] == 1 and left_out["prompt that the target did not finish"] == 3
+    copies, over_limit = left_out["exact copy"], left_out["over its source's limit"]
+    assert (copies, over_limit) == (2, 0) if limit is None else copies + over_limit == 2 + 64 - limit
 
 
 def test_a_domain_that_nothing_is_asked_of_ends_the_run_unless_the_recipe_names_it(tmp_path: Path) -> None:
