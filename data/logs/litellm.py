@@ -1,5 +1,6 @@
 """LiteLLM's StandardLoggingPayload: one JSON object a call, as its S3, GCS and generic loggers write it."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,6 +15,8 @@ _CHAT_CALLS = ("completion", "acompletion", "anthropic_messages")
 _RAW_CALLS = ("text_completion", "atext_completion")
 _REDACTED, _CUT = "redacted-by-litellm", "litellm_truncated"
 _NOT_LOGGED = "default-message-value"  # what a pass-through endpoint writes in place of the messages
+_REWRITTEN: Reason = "message rewritten by the gateway"
+_LONGEST_NAME = 64  # of a tool, which LiteLLM cuts
 
 
 def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Iterable[Entry]:
@@ -74,6 +77,7 @@ def _chat_request(
     payload: Mapping[str, Any], request: dict[str, Any], engine: str | None
 ) -> tuple[dict[str, Any], Reason | None]:
     """The chat-completions request of a call, or why its prompt cannot be told."""
+    provider = payload.get("custom_llm_provider")
     # A system prompt stands beside the messages; as text it is logged among them too.
     if payload["call_type"] == "anthropic_messages":
         messages, system = request["messages"], payload.get("system_prompt") or request.get("system")
@@ -81,11 +85,81 @@ def _chat_request(
         logged = first.get("role") == "system" and (
             anthropic.system_text(first.get("content")) == anthropic.system_text(system)
         )
-        return anthropic.request_of(request | {"system": None if logged else system}, engine)
-    # Some versions of LiteLLM send these on inside the content, others do not.
-    if any(isinstance(message, Mapping) and message.get("thinking_blocks") for message in request["messages"]):
-        return request, "message rewritten by the gateway"
-    return request, None
+        body = request | {"system": None if logged else system}
+        if provider not in (None, "", "anthropic") and not _same_either_way(body):
+            return request, _REWRITTEN
+        return anthropic.request_of(body, engine)
+    # Some versions of LiteLLM send thoughts on inside the content, others do not; and join an assistant's parts.
+    messages = [message for message in request["messages"] if isinstance(message, Mapping)]
+    joined = [one for one in messages if one.get("role") == "assistant" and len(_blocks(one.get("content"))) > 1]
+    if any(message.get("thinking_blocks") for message in messages) or (joined and provider == "hosted_vllm"):
+        return request, _REWRITTEN
+    return request | {"messages": [_without_marks(message) for message in request["messages"]]}, None
+
+
+def _same_either_way(body: Mapping[str, Any]) -> bool:
+    """Whether LiteLLM, which makes a chat completion of a Messages API's body for all providers but `anthropic`, gives
+    the prompt that vLLM's endpoint gives."""
+    # LiteLLM makes an effort of thinking, parts of a system prompt's blocks, and takes some fields out of tools.
+    if any(body.get(name) for name in ("thinking", "output_config")) or body.get("tools") == []:
+        return False
+    system = body.get("system")
+    if not (system is None or isinstance(system, str) or (len(_blocks(system)) == 1 and _is_text(system[0]))):
+        return False
+    return all(map(_is_plain_tool, body.get("tools") or ())) and all(map(_is_plain, body["messages"]))
+
+
+def _is_plain_tool(tool: Any) -> bool:
+    schema = tool.get("input_schema") if isinstance(tool, Mapping) else None
+    if not isinstance(schema, Mapping) or "type" not in schema or len(str(tool.get("name"))) > _LONGEST_NAME:
+        return False
+    known = tool.keys() <= {"name", "description", "input_schema", "type", "cache_control"}
+    return known and not any(f'"{name}"' in json.dumps(schema) for name in ("additionalProperties", "strict"))
+
+
+def _is_plain(message: Any) -> bool:
+    """Whether a message is of blocks that are translated alike: an assistant's texts are joined otherwise."""
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+    blocks = _blocks(content)
+    if isinstance(content, str) or not blocks:
+        return role in ("user", "assistant") and bool(content)
+    if role == "user":
+        return all(_is_text(block) or _is_result(block) for block in blocks)
+    calls = [block for block in blocks if _kind(block) == "tool_use"]
+    plain = all(
+        isinstance(call.get("input"), Mapping) and len(str(call.get("name"))) <= _LONGEST_NAME for call in calls
+    )
+    others = [block for block in blocks if _kind(block) != "tool_use"]
+    return role == "assistant" and plain and len(others) <= 1 and all(map(_is_text, others))
+
+
+def _is_result(block: Any) -> bool:
+    content = block.get("content") if _kind(block) == "tool_result" else None
+    return isinstance(content, str) or (bool(content) and all(map(_is_text, _blocks(content) or [None])))
+
+
+def _is_text(block: Any) -> bool:
+    text = block.get("text") if _kind(block) == "text" else None
+    return isinstance(text, str) and text != "" and not text.startswith(anthropic.BILLING_HEADER)
+
+
+def _kind(block: Any) -> Any:
+    return block.get("type") if isinstance(block, Mapping) else None
+
+
+def _blocks(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else []
+
+
+def _without_marks(message: Any) -> Any:
+    """A message without the marks of what to cache, which LiteLLM takes out of it."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+        return message
+    parts = [
+        {name: value for name, value in part.items() if name != "cache_control"} if isinstance(part, Mapping) else part
+        for part in message["content"]
+    ]
+    return {**message, "content": parts}
 
 
 def _holds(value: Any, mark: str) -> bool:

@@ -126,6 +126,56 @@ def test_litellm_calls_that_are_left_out(tmp_path: Path, fields: dict[str, Any],
     assert read.counts.left_out == ({} if reason is None else {reason: 1})
 
 
+TEXT = {"type": "text", "text": "a"}
+CALL = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    "said, parameters, same",
+    [
+        ([], {}, True),
+        ([], {"system": "Be brief.", "tools": [{"name": "weather", "input_schema": SCHEMA}]}, True),
+        ([], {"system": [TEXT]}, True),
+        ([], {"system": [TEXT, TEXT]}, False),  # parts, which are joined by a line break
+        ([], {"system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}]}, False),
+        ([], {"thinking": {"type": "enabled", "budget_tokens": 2000}}, False),  # an effort
+        ([], {"output_config": {"effort": "low"}}, False),  # none
+        ([], {"tools": []}, False),
+        ([], {"tools": [{"name": "weather", "input_schema": {**SCHEMA, "additionalProperties": False}}]}, False),
+        ([], {"tools": [{"name": "weather", "input_schema": SCHEMA, "strict": True}]}, False),
+        ([], {"tools": [{"name": "w" * 65, "input_schema": SCHEMA}]}, False),
+        ([("assistant", [TEXT, CALL]), ("user", [{"type": "tool_result", "content": "cold"}, TEXT])], {}, True),
+        ([("assistant", [CALL]), ("user", [{"type": "tool_result", "content": [TEXT, TEXT]}])], {}, True),
+        ([("assistant", [TEXT, TEXT]), ("user", "b")], {}, False),  # joined by nothing
+        ([("assistant", [{"type": "thinking", "thinking": "hm"}, TEXT]), ("user", "b")], {}, False),
+        ([("assistant", ""), ("user", "b")], {}, False),
+        ([("system", "Be kind."), ("user", "b")], {}, False),
+    ],
+)
+def test_litellm_translates_some_messages_otherwise_than_vllm(
+    tmp_path: Path, said: list[tuple[str, Any]], parameters: dict[str, Any], same: bool
+) -> None:
+    """As LiteLLM 1.110's `translate_anthropic_to_openai`, for all providers but Anthropic's own API."""
+    messages = [{"role": "user", "content": "Hi"}, *({"role": role, "content": content} for role, content in said)]
+    fields = {"messages": messages, "model_parameters": parameters}
+    for provider, kept in ((None, True), ("anthropic", True), ("hosted_vllm", same), ("openai", same)):
+        line = payload(**fields, custom_llm_provider=provider)
+        read = read_log(write_lines(tmp_path / "l.jsonl", payload(), line), "litellm")
+        assert read.counts.left_out == ({} if kept else {"message rewritten by the gateway": 1})
+
+
+def test_litellm_chat_completions_lose_their_marks_and_an_assistants_parts(tmp_path: Path) -> None:
+    marked = {"role": "user", "content": [{**TEXT, "cache_control": {"type": "ephemeral"}, "lang": "en"}]}
+    line = payload(call_type="acompletion", messages=[marked], custom_llm_provider="hosted_vllm")
+    (record,) = read_log(write_lines(tmp_path / "l.jsonl", line), "litellm").records
+    assert record.messages[0].part_fields == [{"lang": "en"}]
+    talk = [marked, {"role": "assistant", "content": [TEXT, TEXT]}, marked]
+    for provider, reasons in (("hosted_vllm", {"message rewritten by the gateway": 1}), ("openai", {})):
+        said = payload(call_type="acompletion", messages=talk, custom_llm_provider=provider)
+        assert read_log(write_lines(tmp_path / "l.jsonl", line, said), "litellm").counts.left_out == reasons
+
+
 def test_labels_do_not_pass_for_fields_of_the_request(tmp_path: Path) -> None:
     odd = {"temperature": 0, "max_tokens": 5, "chat_template": "x", "reasoning_effort": "high", "team": "shop"}
     line = payload(call_type="acompletion", metadata=odd, model_parameters={"top_p": 0.5})
