@@ -35,11 +35,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InputError
+from .bounded_templates import LONGEST_TEMPLATE, BoundedEnvironment
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn, turn_ends
 from .logs.anthropic import BILLING_HEADER
 from .logs.parsing import prompt_digest
 
-_REFUSED = (TemplateError, ArithmeticError, TypeError, ValueError, RecursionError)
+_REFUSED = (
+    *(TemplateError, ArithmeticError, TypeError, ValueError, RecursionError),
+    *(MemoryError, SyntaxError, LookupError, AttributeError, AssertionError),
+)
+"""Errors of a template that is rendered, or that Python cannot compile."""
 _CALL_ORDER: dict[Engine, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "vllm": (("arguments", "name"), ("id", "function", "type")),
     "sglang": (("name", "arguments"), ("id", "index", "type", "function")),
@@ -120,7 +125,7 @@ def render_text(
     the template's clock shows; None: now."""
     require_chat_template(tokenizer)
     try:
-        with _clock(asked_at):
+        with _surroundings(asked_at):
             text = _text(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
         text.encode()
         return text
@@ -143,16 +148,17 @@ class _Clock:
 
 
 @contextmanager
-def _clock(time: float | None) -> Iterator[None]:
-    """Let templates see this time. transformers hands them no other clock than that of its module."""
+def _surroundings(time: float | None) -> Iterator[None]:
+    """Let templates see this time, and bound what they do. transformers takes both from its module alone."""
     from transformers.utils import chat_template_utils  # slow to import
 
-    before = chat_template_utils.datetime
-    chat_template_utils.datetime = before if time is None else _Clock(time)
+    before = chat_template_utils.datetime, chat_template_utils.ImmutableSandboxedEnvironment
+    chat_template_utils.datetime = before[0] if time is None else _Clock(time)
+    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
     try:
         yield
     finally:
-        chat_template_utils.datetime = before
+        chat_template_utils.datetime, chat_template_utils.ImmutableSandboxedEnvironment = before
 
 
 def require_chat_template(tokenizer: Any) -> None:
@@ -173,6 +179,8 @@ def _text(
     # wants them.
     tools = template_args.get("tools", tools)
     template = tokenizer.get_chat_template(None, tools)
+    if len(template) > LONGEST_TEMPLATE:
+        raise TemplateError(f"it has {len(template):,} characters; at most {LONGEST_TEMPLATE:,} are allowed")
     shown = shown_messages(messages, takes_parts(template, engine), engine)
     if engine == "vllm" and not any(name in template for name in ('"developer"', "'developer'")):
         shown = _with_developer_as_system(shown)

@@ -1,0 +1,165 @@
+"""Templates that would loop for hours or fill the memory are refused, and all others render as transformers does it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_level import byte_level_tokenizer
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from draftforge.data import bounded_templates
+from draftforge.data.bounded_templates import LONGEST_TEMPLATE, BoundedEnvironment
+from draftforge.data.chat_template import render_text
+from draftforge.data.conversation import Message
+
+ASK = [Message(role="user", content="Hi"), Message(role="assistant", content="Ho"), Message(role="user", content="?")]
+DOUBLED = "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+# ruff: noqa: E501  (a template a line)
+HOSTILE = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops that pass over all": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    "text in loops": "{% for a in range(99999) %}" + "x" * 10_000 + "{% endfor %}",
+    "a macro that calls itself twice": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "a macro that calls itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "a recursive loop": "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "product": "{{ 'a' * 10**10 }}",
+    "product of a list": "{{ ([messages] * 10**9) | length }}",
+    "product of numbers": "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "power": "{{ 9 ** 9999999 }}",
+    "sum of texts": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "joined texts": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "a doubled list, shown": DOUBLED + "{{ ns.x }}",
+    "a doubled list, as JSON": DOUBLED + "{{ ns.x | tojson }}",
+    "a doubled list, as text": DOUBLED + "{{ (ns.x ~ 'b') | length }}",
+    "a doubled list, compared": DOUBLED + "{% set y = ns.x %}" + DOUBLED + "{{ ns.x == y }}",
+    "a doubled list, searched": DOUBLED + "{% set y = ns.x %}" + DOUBLED + "{{ y in [ns.x] }}",
+    "a doubled tuple as a key": DOUBLED.replace("[ns.x, ns.x]", "(ns.x, ns.x)").replace("['a']", "'a'")
+    + "{{ {ns.x: 1} }}",
+    "width": "{{ 'a'.ljust(10**10) }}",
+    "width of a filter": "{{ 'a' | center(10**10) }}",
+    "width of a format": "{{ '%10000000000d' % 1 }}",
+    "width of a formatted field": "{{ '{:10000000000}'.format(1) }}",
+    "computed width": "{{ '{:{}}'.format(1, 10**10) }}",
+    "starred width": "{{ '%*d' % (10**10, 1) }}",
+    "format filter": "{{ '%10000000000d' | format(1) }}",
+    "fields of a format": "{{ ('%s' * 100000) % ((messages | string) * 1000) }}",
+    "indent": "{{ messages | tojson(indent=10**9) }}",
+    "replace": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) | length }}",
+    "replace filter": "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) | length }}",
+    "join": "{{ (['a'] * 1000000) | join('b' * 1000000) | length }}",
+    "join method": "{{ ('b' * 1000000).join(['a'] * 1000000) | length }}",
+    "tabs": "{{ ('\\t' * 100000).expandtabs(1000000) | length }}",
+    "zeros": "{{ '1'.zfill(10**10) }}",
+    "precision": "{{ 1.5 | round(10**9, 'ceil') }}",
+    "batches": "{{ [1] | batch(10**9, 'x') | list | length }}",
+    "slices": "{{ [1] | slice(10**9) | list | length }}",
+    "slices of a text in a loop": "{% set x = 'a' * 9000000 %}{% for i in range(99999) %}{% set y = x[1:] %}{% endfor %}",
+    "searches of a text in a loop": "{% set x = 'a' * 9000000 %}{% for i in range(99999) %}{% if 'b' in x %}{% endif %}{% endfor %}",
+    "translate": "{{ 'a'.translate({97: 'b' * 1000000}) }}",
+    "filler": "{{ lipsum(n=100000) }}",
+    "division": "{{ 1 / 0 }}",
+    "modulo": "{{ 1 % 0 }}",
+    "nesting of blocks": "{% if a %}" * 300 + "{% endif %}" * 300,
+    "nesting of brackets": "{{ " + "(" * 3000 + ")" * 3000 + " }}",
+    "nesting of lists": "{{ " + "[" * 5000 + "]" * 5000 + " }}",
+    "a chain of sums": "{{ " + "+".join("1" * 20000) + " }}",
+    "size": "x" * (LONGEST_TEMPLATE + 1),
+    "attribute": "{{ messages.__class__.__mro__ }}",
+    "index": "{{ {}['a'].b }}{{ [][3].c }}",
+}
+_SCRIPT = """
+import json, resource, sys
+from draftforge.data import bounded_templates
+from byte_level import byte_level_tokenizer
+from draftforge.data.chat_template import render_text
+from draftforge.data.conversation import Message
+from draftforge.errors import InputError
+tokenizer = byte_level_tokenizer(["Hi there"], 262)
+bounded_templates.MOST_STEPS = 1 << 20
+resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
+messages = [Message.model_validate(one) for one in json.loads(sys.argv[1])]
+for name, template in json.load(sys.stdin).items():
+    tokenizer.chat_template = template
+    try:
+        render_text(tokenizer, messages)
+        print(name, "rendered")
+    except InputError as error:
+        print(name, "|", error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_hostile_templates_are_one_line_each() -> None:
+    """In a process of 4 GiB: any of them takes hours or more memory than there is, where it is not bounded."""
+    here = Path(__file__)
+    environment = {"PYTHONPATH": ":".join(path for path in (*sys.path, str(here.parents[1] / "support")) if path)}
+    shown = json.dumps([message.model_dump(exclude_none=True) for message in ASK])
+    found = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, shown],
+        input=json.dumps(HOSTILE),
+        env=environment | {"PATH": "/usr/bin:/bin", "HOME": "/nowhere"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    lines = dict(line.split(" | ", 1) for line in found.stdout.splitlines() if " | " in line)
+    assert lines.keys() == HOSTILE.keys(), found.stdout
+    assert all("its chat template refuses the messages (" in line for line in lines.values())
+
+
+USUAL = """\
+{%- macro shown(content, n=1) -%}{{ content | trim }}{{ '!' * n }}{%- endmacro -%}
+{%- set ns = namespace(texts=[], last=-1, all='') -%}
+{%- for m in messages if m.role in ('user', 'assistant') -%}
+{%- if loop.first and m['role'] == 'user' %}<first>{% endif -%}
+{%- set ns.texts = ns.texts + [m.content] -%}{%- set ns.all = ns.all ~ m.role[0] ~ loop.index -%}
+{%- if m.content is string and 'o' in m.content and not (m.name is defined) -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+{{ shown(m.content, n=loop.index % 2) }}{{ m.content.split('i')[-1].lstrip('\\n') }}{{ m.content[1:] }}|
+{%- else -%}none{%- endfor -%}
+{% for k, v in {'b': 1, 'a': (1, 2)} | dictsort %}{{ k }}={{ v }};{% endfor %}
+{% for m in messages[::-1] %}{% if loop.index0 > 1 %}{% break %}{% endif %}{{ loop.revindex }}{% endfor %}
+{% filter upper %}{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(', ') }}{% endfilter %}
+{% set block %}{{ messages[-1].content }}{% endset %}{{ block }}{{ ns.last }}{{ ns.all }}{{ ns.texts | length }}
+{{ '%s of %3d' % ('a', 7) }} {{ '{}-{:>4}'.format(1, 'x') }} {{ ('a' if messages else 'b') | indent(2, true) }}
+{{ messages | tojson }} {{ [1, 2.5, none, true, undefined] }} {{ 7 // 2 }} {{ 2 ** 10 }} {{ 1 < 2 <= 2 != 3 }} {{ nothing }}
+{{ messages | map('length') | sum }} {{ 'a,b' | replace(',', ';') }} {{ ['x', 'y'] | join('-') }} {{ '<' | e }} {{ 5 | round(1) }}
+{% macro twice() %}{{ caller(1) }}{{ caller(2) }}{% endmacro %}{% call(n) twice() %}{{ n }}{% endcall %}{{ 'b' in {'b': 1} }} {{ messages | first | length }} {{ range(3) | list }}"""
+
+
+def test_usual_templates_render_as_in_jinjas_own_sandbox() -> None:
+    talk = [{"role": "user", "content": " Hi o"}, {"role": "assistant", "content": "Ho"}] * 3
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols"]}
+    for template, messages in ((USUAL, talk), ("{% for m in messages %}{% else %}none{% endfor %}", [])):
+        expected = ImmutableSandboxedEnvironment(**options).from_string(template).render(messages=messages)
+        assert BoundedEnvironment(**options).from_string(template).render(messages=messages) == expected
+
+
+def test_steps_are_counted_alike_each_time_and_grow_with_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_templates, "MOST_STEPS", 2_000)
+    template = BoundedEnvironment().from_string("{% for i in range(n) %}{% endfor %}")
+    for _ in range(3):
+        assert template.render({"n": 60}) == ""
+        with pytest.raises(SecurityError, match=r"takes more than .* steps"):
+            template.render({"n": 600})
+    assert template.render({"n": 600, "messages": ["a" * 1_000]}) == ""
+
+
+def test_a_template_of_many_messages_has_steps_to_spare() -> None:
+    """A thread of 4,000 messages and a hundred tools, looked through for each message as templates do it."""
+    tokenizer = byte_level_tokenizer(["Hi there"], 262)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.index0 == messages | length - 1 and tools is not none %}{{ tools | tojson }}"
+        "{% endif %}{% set before = messages[loop.index0 - 1] %}{% if loop.index0 and before.role == m.role %}"
+        "{{ raise_exception('x') }}{% endif %}{{ m.role ~ ': ' ~ m.content | trim + '\n' }}{% endfor %}"
+    )
+    roles = ("user", "assistant")
+    messages = [Message(role=roles[i % 2], content=f"It was said {i} times. " * 5) for i in range(4_001)]
+    tools = [{"type": "function", "function": {"name": f"f{i}", "description": "x" * 500}} for i in range(100)]
+    text = render_text(tokenizer, messages, tools)
+    assert text.count("\n") == 4_001 and text.count('"function"') == 200
