@@ -11,10 +11,13 @@ follow the context. Each of its tokens sees the whole context and the whole bloc
 state of mask j drafts the j-th token after the anchor. So what a mask says depends on how many masks there are, and
 not on what the others come to say.
 
+Layers of other projects' drafts may have a sliding window, counted from each token, and see the block causally.
+
 Parameters bear the names of the checkpoint layout that vLLM and SGLang read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -34,6 +37,15 @@ Attend = Callable[[int, Attention, Tensor, Tensor, Tensor], Tensor]
 """(layer number, its Attention, query, key, value of block tokens [B, Q or G, N, D]) -> attended [B, N, Q, D]."""
 
 
+class Sight(NamedTuple):
+    """What the tokens of a block see in one layer."""
+
+    window: int | None
+    """Only so many tokens back, their own included; None: the whole context."""
+    causal: bool
+    """No later token of the block."""
+
+
 class DFlashConfig(LayerConfig):
     """Dimensions of a DFlash draft: everything that its speed and its checkpoint depend on."""
 
@@ -46,6 +58,12 @@ class DFlashConfig(LayerConfig):
     """Tokens of a block in training, with the anchor: the draft drafts at most one token fewer."""
     mask_token_id: int = Field(ge=0)
     """Mask token: its embedding stands at every position that is to be drafted."""
+    sliding_window: int | None = Field(default=None, ge=1)
+    """Tokens that attention sees, the query's own included; None: all of them."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers of the draft, from 0, without the sliding window."""
+    causal_layers: tuple[int, ...] = ()
+    """Layers whose tokens see no later token of their block."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "DFlashConfig":
@@ -64,6 +82,11 @@ class DFlashConfig(LayerConfig):
     def reduced(self) -> bool:
         """Whether the draft vocabulary is smaller than the target's."""
         return self.draft_vocab_size < self.vocab_size
+
+    def sight(self, layer: int) -> "Sight":
+        """What the tokens of a block see in a layer."""
+        window = None if layer in self.full_attention_layers else self.sliding_window
+        return Sight(window, layer in self.causal_layers)
 
 
 class BlockLayer(DecoderLayer):
@@ -154,11 +177,17 @@ class DFlashDraft(DraftModule):
         for layer, (key, value) in enumerate(self.context(aux_BTA, positions_BT)):
             step.cache.write(layer, step, key, value)
 
-    def decode(self, embeds_BWH: Tensor, step: CacheStep) -> Tensor:
-        """Normed states [B, W, H] of one block a row, attending to the context in the draft's own cache."""
+    def decode(self, embeds_BWH: Tensor, step: CacheStep, causal: CacheStep | None = None) -> Tensor:
+        """Normed states [B, W, H] of one block a row, attending to the context in the draft's own cache.
 
-        def on_cache(_: int, attn: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(attn, query, key, value, None, kv_step=step)[0]
+        `causal`: the same step for layers whose tokens see no later one of the block; None: no layer is such.
+        """
+
+        def on_cache(layer: int, attn: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            window, causally = self.config.sight(layer)
+            assert causal is not None or not causally
+            mine = causal if causally else step
+            return attend(attn, query, key, value, None, sliding_window=window, kv_step=mine)[0]
 
         assert step.positions_BN is not None
         return self._run(embeds_BWH, step.positions_BN, on_cache)
@@ -177,23 +206,26 @@ class DFlashDraft(DraftModule):
         context = self.context(aux_BTA, anchors.documents.positions_BT)
         together = max(1, _TOGETHER // embeds_BMWH.shape[2])
         some = [slice(start, start + together) for start in range(0, embeds_BMWH.shape[1], together)]
-        parts = [(embeds_BMWH[:, at], before_BMT[:, at], anchors.positions_BM[:, at]) for at in some]
+        parts = [
+            (embeds_BMWH[:, at], before_BMT[:, at], anchors.at_BM[:, at], anchors.positions_BM[:, at]) for at in some
+        ]
         return torch.cat([self._some(context, *part) for part in parts], 1)
 
     def _some(
-        self, context: Sequence[KeyValue], embeds_BMWH: Tensor, before_BMT: Tensor, positions_BM: Tensor
+        self, context: Sequence[KeyValue], embeds_BMWH: Tensor, before_BMT: Tensor, at_BM: Tensor, positions_BM: Tensor
     ) -> Tensor:
-        """`forward` of a few blocks. `before_BMT`: context that each block sees; `positions_BM`: of the anchors."""
-        # Mask: the visible context, then all tokens of the block itself, in both directions.
-        batch, blocks, width, _ = embeds_BMWH.shape
-        itself_MN = torch.eye(blocks, dtype=torch.bool, device=before_BMT.device).repeat_interleave(width, 1)
-        visible_BML = torch.cat([before_BMT, itself_MN.expand(batch, -1, -1)], -1)
-        visible_B1NL = visible_BML.repeat_interleave(width, 1)[:, None]
+        """`forward` of a few blocks. `before_BMT`: context before each block; `at_BM`: places of the anchors in their
+        rows, `positions_BM` in their documents."""
+        # One mask for all layers that see the same.
+        width = embeds_BMWH.shape[2]
+        masks = {
+            sight: _visible(before_BMT, at_BM, width, sight) for sight in {*map(self.config.sight, range(len(context)))}
+        }
 
         # Context keys and values go before the block's own along the key axis.
         def beside_context(layer: int, _: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = (torch.cat(pair, 2) for pair in zip(context[layer], (key, value)))
-            return attention(query, keys, values, visible_B1NL, None).transpose(1, 2)
+            return attention(query, keys, values, masks[self.config.sight(layer)], None).transpose(1, 2)
 
         # Block tokens stand at the anchor's position and those that follow it.
         positions_BN = (positions_BM[..., None] + torch.arange(width, device=positions_BM.device)).flatten(1)
@@ -215,3 +247,27 @@ class DFlashDraft(DraftModule):
 
     def _blocks(self) -> Sequence[BlockLayer]:
         return list(self.layers)  # type: ignore[arg-type]
+
+
+def _visible(before_BMT: Tensor, at_BM: Tensor, width: int, sight: Sight) -> Tensor:
+    """Mask [B, 1, N, T + N] of `width` tokens a block: the context before it, as far as the window reaches, then the
+    block itself."""
+    # Places of query and key within a block: later ones are seen unless the layer is causal, far ones not.
+    (batch, blocks, tokens), device = before_BMT.shape, before_BMT.device
+    place_W = torch.arange(width, device=device)
+    behind_WW = place_W[:, None] - place_W
+    inside_WW = torch.ones_like(behind_WW, dtype=torch.bool)
+    if sight.causal:
+        inside_WW &= behind_WW >= 0
+
+    # The context, for each token of a block alike without a window.
+    before_BMWT = before_BMT[:, :, None].expand(-1, -1, width, -1)
+    if sight.window is not None:
+        inside_WW &= behind_WW < sight.window
+        behind_BMWT = (at_BM[..., None] + place_W)[..., None] - torch.arange(tokens, device=device)
+        before_BMWT = before_BMWT & (behind_BMWT < sight.window)
+
+    # Blocks do not see each other.
+    same_M1M1 = torch.eye(blocks, dtype=torch.bool, device=device)[:, None, :, None]
+    itself_NN = (same_M1M1 & inside_WW[:, None]).reshape(blocks * width, -1)
+    return torch.cat([before_BMWT.flatten(1, 2), itself_NN.expand(batch, -1, -1)], -1)[:, None]

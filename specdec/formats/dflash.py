@@ -16,6 +16,7 @@ from ..drafts.dflash import DFlashConfig, DFlashDraft
 from .eagle3 import check_marks, draft_ids_in, mapping_specs, our_maps
 from .llama import (
     QWEN3_DEFAULTS,
+    SLIDES,
     dtype_entries,
     embedding_specs,
     layer_entries,
@@ -23,6 +24,7 @@ from .llama import (
     layer_specs,
     rope_entries,
     validated,
+    window_fields,
     without_frequencies,
 )
 from .tensors import WEIGHTS_FILE, Spec, Stored, check_count, check_tensors, present, read_tensors, write_tensors
@@ -34,15 +36,11 @@ _NESTED = "dflash_config"
 _MASK_FILE = "mask_embedding.pt"
 # What engines compute otherwise where a config, or its `dflash_config`, asks for it: the one value that is ours.
 _FIXED = {
-    "is_causal": False,
-    "use_sliding_window": False,
     "is_neox_style": True,
     "logit_scale": 1.0,
     "add_swa_attention_sink_bias": False,
 }
 _FIXED_NESTED = {
-    "causal": False,
-    "use_swa": False,
     "sample_from_anchor": False,
     "use_aux_hidden_state": True,
     "attention_sink_bias": False,
@@ -55,8 +53,15 @@ def write(draft: DFlashDraft, folder: Path) -> None:
     write_json(folder / "config.json", engine_config(draft.config, dtype))
 
 
+def check_writable(config: DFlashConfig) -> None:
+    """Raise FormatError for a draft with windows or causal layers: engines differ in how a config says them."""
+    if config.sliding_window is not None or config.causal_layers:
+        raise FormatError("dflash drafts with a sliding window or causal layers are read and scored, not written")
+
+
 def write_weights(draft: DFlashDraft, folder: Path) -> str:
     """Write model.safetensors, with d2t and t2d where the vocabulary is reduced. Returns the weights' dtype."""
+    check_writable(draft.config)
     # A draft of the whole vocabulary has no d2t and t2d in its file.
     config, tensors = draft.config, dict(draft.state_dict())
     specs = {**tensor_specs(config), **present(optional_specs(config), tensors)}
@@ -145,7 +150,25 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise FormatError(f"{path}: {_NESTED}.target_layer_ids {layers}: must be a list of layers")
     own = {"mask_token_id": nested.get("mask_token_id"), "aux_layers": [layer + 1 for layer in layers]}
-    return dimensions(path, raw, {**own, "block_size": block_size})
+    swa = _swa_fields(path, raw, nested)
+    layer = {name: value for name, value in raw.items() if not swa or name not in ("sliding_window", "layer_types")}
+    config = dimensions(path, layer, {**own, "block_size": block_size, **swa})
+
+    # Layers with a window are causal unless the config says otherwise for all of them.
+    causal = raw.get("is_causal", nested.get("causal"))
+    sliding = tuple(layer for layer in range(config.num_hidden_layers) if config.sight(layer).window is not None)
+    every = tuple(range(config.num_hidden_layers)) if causal else ()
+    return config.model_copy(update={"causal_layers": sliding if causal is None else every})
+
+
+def _swa_fields(path: Path, raw: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:
+    """Sliding window of all layers by `dflash_config`, where no layer is of that type by itself."""
+    if not nested.get("use_swa") or SLIDES in (raw.get("layer_types") or []):
+        return {}
+    window = nested.get("swa_window_size", raw.get("sliding_window"))
+    if window is None:
+        raise FormatError(f"{path}: {_NESTED}.use_swa true: needs swa_window_size")
+    return {"sliding_window": window, "full_attention_layers": ()}
 
 
 def dimensions(path: Path, raw: Mapping[str, Any], own: Mapping[str, Any]) -> DFlashConfig:
@@ -153,11 +176,9 @@ def dimensions(path: Path, raw: Mapping[str, Any], own: Mapping[str, Any]) -> DF
 
     Raises FormatError naming the field.
     """
-    # Only what engines compute the same way: a Qwen 3 layer, full attention everywhere, a named rope base.
+    # Only what engines compute the same way: a Qwen 3 layer, a named rope base.
     if raw.get("model_type") != QWEN3:
         raise FormatError(f"{path}: model_type {raw.get('model_type')}: must be {QWEN3}")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or []):
-        raise FormatError(f"{path}: layer_types {raw['layer_types']}: must all be full_attention")
     if raw.get("rope_theta") is None and "rope_theta" not in (raw.get("rope_parameters") or {}):
         raise FormatError(f"{path}: rope_theta: must be named: readers differ in what they take for an absent one")
 
@@ -166,7 +187,9 @@ def dimensions(path: Path, raw: Mapping[str, Any], own: Mapping[str, Any]) -> DF
     fields = layer_fields(path, {**QWEN3_DEFAULTS, **layer})
 
     # target_hidden_size is hidden_size, and draft_vocab_size is vocab_size, where they are absent.
-    fields["num_hidden_layers"] = raw.get("num_hidden_layers")
+    fields["num_hidden_layers"] = layers = raw.get("num_hidden_layers")
+    if type(layers) is int:
+        fields |= window_fields(path, raw, layers)
     fields["target_hidden_size"] = raw.get("target_hidden_size") or raw.get("hidden_size")
     fields["draft_vocab_size"] = raw.get("draft_vocab_size") or raw.get("vocab_size")
     return validated(DFlashConfig, path, {**fields, **own})

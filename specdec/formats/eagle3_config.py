@@ -13,7 +13,17 @@ from torch import Tensor
 from ...errors import FormatError
 from ..drafts.eagle3 import Eagle3Config
 from ..engine_features import FLAGS
-from .llama import QWEN3_DEFAULTS, dtype_entries, layer_entries, layer_fields, rope_entries, validated
+from .llama import (
+    FULL,
+    QWEN3_DEFAULTS,
+    SLIDES,
+    dtype_entries,
+    layer_entries,
+    layer_fields,
+    rope_entries,
+    validated,
+    window_fields,
+)
 
 ARCHITECTURE, QWEN3_ARCHITECTURE = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM"
 ARCHITECTURES = (
@@ -32,7 +42,6 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MASK = "mask_hidden"
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 _NESTED, _COUNT = "eagle_config", "num_aux_hidden_states"
-_SLIDES, _FULL = "sliding_attention", "full_attention"
 # Fields that our head reads by itself: a plain Llama layer is all that the Llama reader knows.
 _OWN = ("model_type", "num_hidden_layers", "attention_bias")
 # Fields of eagle_config that change the layer, with the one value that is ours.
@@ -72,7 +81,7 @@ def body_entries(config: Eagle3Config) -> dict[str, Any]:
     }
     if config.sliding_window is None:
         return entries
-    types = [_FULL if window is None else _SLIDES for window in config.windows]
+    types = [FULL if window is None else SLIDES for window in config.windows]
     return entries | {
         "sliding_window": config.sliding_window,
         "use_sliding_window": True,
@@ -103,7 +112,7 @@ def read_config(
     bias = any(name.endswith("self_attn.q_proj.bias") for name in tensors)
     fields["attention_bias"] = bias or bool(raw.get("attention_bias"))
     fields["fc_bias"] = "fc.bias" in tensors
-    fields |= _windows(path, raw, fields["num_hidden_layers"])
+    fields |= window_fields(path, raw, fields["num_hidden_layers"])
 
     # Flags may stand in either place, which must agree.
     for flag in FLAGS:
@@ -142,28 +151,6 @@ def _plain_layer(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
             raise FormatError(f"{path}: {name}: must be named for model_type {kind}: readers differ in their defaults")
     named = {name: value for name, value in raw.items() if name not in _OWN and value is not None}
     return {**(QWEN3_DEFAULTS if kind == "qwen3" else {}), **named}
-
-
-def _windows(path: Path, raw: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Sliding window and the layers without it. Raises FormatError where a config leaves it open which layers slide."""
-    # Each layer's type, by the draft's own number; a list may be the target's, of which vLLM takes the first ones.
-    window, types = raw.get("sliding_window"), raw.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) < layers or not set(types) <= {_SLIDES, _FULL}:
-            raise FormatError(f"{path}: layer_types {types}: must be {_FULL} or {_SLIDES} for each of {layers} layers")
-        types = types[:layers]
-        if _SLIDES in types and window is None:
-            raise FormatError(f"{path}: layer_types {types}: needs sliding_window")
-        full = [layer for layer, kind in enumerate(types) if kind == _FULL]
-        return {} if len(full) == layers else {"sliding_window": window, "full_attention_layers": full}
-
-    # Without types: Qwen's two fields, else no window at all.
-    if window is None or raw.get("use_sliding_window") is False:
-        return {}
-    if raw.get("use_sliding_window") is None:
-        raise FormatError(f"{path}: sliding_window {window}: layer_types must say which layers slide, {_FULL} for none")
-    full = list(range(min(layers, raw.get("max_window_layers") or 0)))
-    return {} if len(full) == layers else {"sliding_window": window, "full_attention_layers": full}
 
 
 def _aux_layers(path: Path, raw: Mapping[str, Any], nested: Mapping[str, Any], target_layers: int | None) -> list[int]:

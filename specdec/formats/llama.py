@@ -25,6 +25,8 @@ _FIXED = {
 # Who computes what a head is refused for.
 _READERS = {"mlp_bias": "vLLM and TensorRT-LLM compute it", "logit_scale": "vLLM computes it"}
 _LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
+SLIDES, FULL = "sliding_attention", "full_attention"
+_QWEN_FIRST = 28  # max_window_layers where a Qwen's config names none
 QWEN3_DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
 _LLAMA_THETA = 10000.0
 _BESIDE_SCALING = ("type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
@@ -94,6 +96,29 @@ def _check_grows_late(path: Path, name: str, rope: Mapping[str, Any], raw: Mappi
             f"{path}: {name}: dynamic: original_max_position_embeddings {original}: must be max_position_embeddings, "
             f"{context}: the base follows from the length of the text in transformers, and is one in vLLM and SGLang"
         )
+
+
+def window_fields(path: Path, raw: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Sliding window and the layers without it. Raises FormatError where a config leaves it open which layers slide."""
+    # Each layer's type, by the draft's own number; a list may be the target's, of which vLLM takes the first ones.
+    window, types = raw.get("sliding_window"), raw.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) < layers or not set(types) <= {SLIDES, FULL}:
+            raise FormatError(f"{path}: layer_types {types}: must be {FULL} or {SLIDES} for each of {layers} layers")
+        types = types[:layers]
+        if SLIDES in types and window is None:
+            raise FormatError(f"{path}: layer_types {types}: needs sliding_window")
+        full = [layer for layer, kind in enumerate(types) if kind == FULL]
+        return {} if len(full) == layers else {"sliding_window": window, "full_attention_layers": full}
+
+    # Without types: Qwen's two fields, else no window at all.
+    if window is None or raw.get("use_sliding_window") is False:
+        return {}
+    if raw.get("use_sliding_window") is None:
+        raise FormatError(f"{path}: sliding_window {window}: layer_types must say which layers slide, {FULL} for none")
+    first = raw.get("max_window_layers", _QWEN_FIRST if str(raw.get("model_type")).startswith("qwen") else 0)
+    full = list(range(min(layers, first or 0)))
+    return {} if len(full) == layers else {"sliding_window": window, "full_attention_layers": full}
 
 
 def validated(model: type[Config], path: Path, fields: Mapping[str, Any]) -> Config:

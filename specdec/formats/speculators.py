@@ -24,6 +24,7 @@ MODEL_TYPE = "speculators_model_type"
 _VERSION = "0.9.0"
 _PARALLEL = "peagle"
 _LAYER = "transformer_layer_config"
+_NOT_CAUSAL = "sliding_window_non_causal"
 _DFLASH_LAYER_IDS = "aux_hidden_state_layer_ids"
 
 
@@ -106,7 +107,7 @@ def dflash_config(config: DFlashConfig, dtype: str, draft_tokens: int, verifier:
         "block_size": config.block_size,
         "mask_token_id": config.mask_token_id,
         _DFLASH_LAYER_IDS: list(config.aux_layers),
-        "sliding_window_non_causal": True,
+        _NOT_CAUSAL: True,
         "sample_from_anchor": False,
         "tie_word_embeddings": False,
         "dtype": dtype,
@@ -140,7 +141,13 @@ def read_dflash_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
     dflash.check_fixed(path, "", raw, {"sample_from_anchor": False})
     own = {"aux_layers": raw.get(_DFLASH_LAYER_IDS), **{n: raw.get(n) for n in ("block_size", "mask_token_id")}}
     named = ("draft_vocab_size", "target_hidden_size")
-    return dflash.dimensions(path, {**layer, **{name: raw.get(name) for name in named}}, own)
+    config = dflash.dimensions(path, {**layer, **{name: raw.get(name) for name in named}}, own)
+
+    # Layers with a window are causal or not by a key of their own, all others never.
+    sliding = tuple(layer for layer in range(config.num_hidden_layers) if config.sight(layer).window is not None)
+    if sliding and raw.get(_NOT_CAUSAL) is None:
+        raise FormatError(f"{path}: {_NOT_CAUSAL}: must be named: vLLM takes none for true, speculators for false")
+    return config.model_copy(update={"causal_layers": () if raw.get(_NOT_CAUSAL) else sliding})
 
 
 def _layer(path: Path, raw: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str, Any]:

@@ -47,13 +47,15 @@ class DFlashDrafter:
         self._draft.append_context(self._read(states), self._cache.prefill(slots_R, counts_R))
 
     def open(self, batch: int, chain: bool) -> Tensor:
-        # The block's tokens see each other in both directions, so the tree mask is all ones.
+        # The block's tokens see each other in both directions, so the tree mask is all ones; but for causal layers.
         depth_BW = torch.arange(self._block, device=self._cache.device).expand(batch, -1)
-        step = self._cache.branch(depth_BW, depth_BW.new_ones(batch, self._block, self._block, dtype=torch.bool))
+        whole_BWW = depth_BW.new_ones(batch, self._block, self._block, dtype=torch.bool)
+        step = self._cache.branch(depth_BW, whole_BWW)
+        causal = self._cache.branch(depth_BW, whole_BWW.tril()) if self._draft.config.causal_layers else None
 
         # One pass for all levels; mask j drafts level j, and the anchor's own state is not used.
         embeds_BWH = self._blocks(self._last_S[:batch], self._block - 1)
-        self._logits_BKV = self._logits(self._draft.decode(embeds_BWH, step)[:, 1:])
+        self._logits_BKV = self._logits(self._draft.decode(embeds_BWH, step, causal)[:, 1:])
         return self._logits_BKV[:, 0]
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from draftforge.errors import FormatError
 from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.drafts.eagle import EagleDraft
-from draftforge.specdec.formats import Verifier, detect, read_draft, write_draft
+from draftforge.specdec.formats import Verifier, detect, known_format, read_draft, write_draft
 
 VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -81,6 +81,52 @@ def test_dflash_as_its_project_publishes_it(tmp_path: Path) -> None:
         again = read_draft(folder)
         assert detect(folder) == "dflash" and same(again, draft)
         assert isinstance(again, DFlashDraft) and again.config == draft.config
+
+
+KINDS = ["sliding_attention", "full_attention"]
+SEES: list[tuple[dict[str, Any], dict[str, Any], list[tuple[int | None, bool]]]] = [
+    ({}, {"layer_types": KINDS, "sliding_window": 8}, [(8, True), (None, False)]),
+    ({}, {"layer_types": KINDS, "sliding_window": 8, "is_causal": False}, [(8, False), (None, False)]),
+    ({"causal": True}, {}, [(None, True), (None, True)]),
+    ({"causal": False}, {"layer_types": KINDS, "sliding_window": 8}, [(8, False), (None, False)]),
+    ({"use_swa": True, "swa_window_size": 4, "causal": False}, {}, [(4, False), (4, False)]),
+    ({"use_swa": True}, {"sliding_window": 4}, [(4, True), (4, True)]),
+    ({}, {"architectures": ["QwenDFlashDraftModel"]}, [(None, False), (None, False)]),  # AngelSlim's
+]
+
+
+@pytest.mark.parametrize(("nested", "entries", "sees"), SEES)
+def test_what_the_layers_of_a_dflash_draft_see(
+    nested: dict[str, Any], entries: dict[str, Any], sees: list[tuple[int | None, bool]], tmp_path: Path
+) -> None:
+    """As vLLM resolves it: a causal key decides for all layers, without one layers with a window are causal."""
+    draft = heads.dflash(40)
+    write_draft(draft, tmp_path, "vllm")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dflash_config"]["causal"]
+    config["dflash_config"] |= nested
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {"d2t": tensors["d2t"].int(), "t2d": tensors["t2d"].to(torch.uint8)}
+    again = read_draft(put(tmp_path, {**config, **entries}, tensors))
+    assert isinstance(again, DFlashDraft) and [tuple(again.config.sight(layer)) for layer in range(2)] == sees
+    assert same(again, draft)
+    if again.config != draft.config:
+        for name in ("vllm", "speculators"):
+            with pytest.raises(FormatError, match="with a sliding window or causal layers are read and scored, not"):
+                write_draft(again, tmp_path, known_format(name), 4, VERIFIER)
+
+
+def test_a_dflash_head_in_another_order(tmp_path: Path) -> None:
+    draft, order = heads.dflash(own_head=True), torch.randperm(61, generator=torch.Generator().manual_seed(0))
+    write_draft(draft, tmp_path, "vllm")
+    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    tensors |= {"d2t": order - torch.arange(61), "lm_head.weight": tensors["lm_head.weight"][order]}
+    assert same(read_draft(put(tmp_path, config, tensors)), draft)
+    del tensors["lm_head.weight"]
+    with pytest.raises(
+        FormatError, match="d2t changes the order of the whole vocabulary: the target's head has its own"
+    ):
+        read_draft(put(tmp_path, config, tensors))
 
 
 def test_the_eagle_projects_own_heads(tmp_path: Path) -> None:

@@ -218,8 +218,7 @@ BLOCK = {"mask_token_id": 60, "target_layer_ids": [0, 1, 3]}
     [
         ({"dflash_config": None}, "dflash_config None: must be an object"),
         ({"dflash_config": {**BLOCK, "block_size": 8}}, "dflash_config.block_size 8: must equal block_size 6"),
-        ({"dflash_config": {**BLOCK, "causal": True}}, "dflash_config.causal True: must be False"),
-        ({"dflash_config": {**BLOCK, "use_swa": True}}, "dflash_config.use_swa True: must be False"),
+        ({"dflash_config": {**BLOCK, "use_swa": True}}, "dflash_config.use_swa true: needs swa_window_size"),
         ({"dflash_config": {**BLOCK, "sample_from_anchor": True}}, "sample_from_anchor True: must be False"),
         ({"dflash_config": {**BLOCK, "use_aux_hidden_state": False}}, "use_aux_hidden_state False: must be True"),
         ({"dflash_config": {**BLOCK, "attention_value_scale": 0.5}}, "attention_value_scale 0.5: must be 1"),
@@ -231,10 +230,9 @@ BLOCK = {"mask_token_id": 60, "target_layer_ids": [0, 1, 3]}
         ({"dflash_config": BLOCK, "block_size": None}, "block_size: Input should be a valid integer"),
         ({"block_size": 1, "dflash_config": BLOCK}, "block_size: Input should be greater than or equal to 2"),
         ({"model_type": "llama"}, "model_type llama: must be qwen3"),
-        ({"is_causal": True}, "is_causal True: must be False"),
         ({"logit_scale": 0.5}, "logit_scale 0.5: must be 1.0"),
-        ({"use_sliding_window": True}, "use_sliding_window True: must be False"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "must all be full_attention"),
+        ({"sliding_window": 32}, "sliding_window 32: layer_types must say which layers slide"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types .*: needs sliding_window"),
         ({"rope_theta": None}, "rope_theta: must be named"),
         ({"attention_bias": True}, "attention_bias True: must be False"),
         ({"num_hidden_layers": None}, "num_hidden_layers: Input should be a valid integer"),
@@ -256,10 +254,23 @@ def test_a_mask_with_an_embedding_in_a_file_of_its_own(tmp_path: Path) -> None:
         read_draft(tmp_path)
 
 
+SLIDING = {
+    **heads.LAYER,
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention"] * 2,
+    "sliding_window": 8,
+}
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
         ({"sample_from_anchor": True}, "sample_from_anchor True: must be False"),
+        (
+            {"transformer_layer_config": SLIDING, "sliding_window_non_causal": None},
+            "sliding_window_non_causal: must be named: vLLM takes none for true, speculators for false",
+        ),
         ({"aux_hidden_state_layer_ids": None}, "aux_layers: Input should be a valid tuple"),
         ({"transformer_layer_config": {"model_type": "llama"}}, "model_type llama: must be qwen3"),
     ],

@@ -41,6 +41,7 @@ def write_dflash(
     a draft that llama.cpp cannot run as it was trained."""
     # What llama.cpp would compute differently is refused.
     config, weights = draft.config, draft.state_dict()
+    dflash.check_writable(config)
     if config.target_hidden_size != config.hidden_size:
         sizes = f"{config.hidden_size} and {config.target_hidden_size}"
         raise FormatError(f"format gguf: llama.cpp takes a dflash draft to be as wide as its target; {sizes} differ")

@@ -62,7 +62,10 @@ def plainly(draft: DFlashDraft, embeds_WH: Tensor, aux_TA: Tensor, anchor: int) 
         seen = [key_value(layer, z, place) for place, z in enumerate(context)]
         inside = [normed(state, layer.input_layernorm.weight) for state in states]
         seen += [key_value(layer, z, anchor + place) for place, z in enumerate(inside)]
+        whole, (window, causal) = seen, draft.config.sight(attn.layer_idx)
         for place, z in enumerate(inside):
+            last = anchor + place if causal else len(whole) - 1
+            seen = whole[max(0, anchor + place + 1 - (window or len(whole))) : last + 1]
             queries = torch.stack([normed(head, attn.q_norm.weight) for head in (attn.q_proj.weight @ z).view(6, 8)])
             outputs = []
             for head, query in enumerate(turned(queries, anchor + place)):
@@ -74,11 +77,22 @@ def plainly(draft: DFlashDraft, embeds_WH: Tensor, aux_TA: Tensor, anchor: int) 
     return torch.stack([normed(state, draft.norm.weight) for state in states])
 
 
+SIGHTS: list[dict[str, Any]] = [
+    {},
+    {"sliding_window": 3},
+    {"sliding_window": 2, "causal_layers": (0, 1)},
+    {"sliding_window": 5, "full_attention_layers": (1,), "causal_layers": (0,)},
+]
+
+
+@pytest.mark.parametrize("sights", SIGHTS)
 @pytest.mark.parametrize("together", [1024, 8], ids=["all blocks at once", "two at once"])
 @torch.no_grad()
-def test_training_and_drafting_compute_what_is_written_down(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_and_drafting_compute_what_is_written_down(
+    together: int, sights: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dflash, "_TOGETHER", together)
-    draft, generator = heads.dflash(target_hidden_size=20), torch.Generator().manual_seed(5)
+    draft, generator = heads.dflash(target_hidden_size=20, **sights), torch.Generator().manual_seed(5)
     aux_BTA = 2 * torch.randn(2, TOKENS, 60, generator=generator) + 0.5
     anchor_BM = torch.tensor([[1, 3, 4, 9], [11, 2, 7, 7]])
     embeds_BMWH = torch.randn(2, 4, WIDTH, 24, generator=generator)
@@ -95,8 +109,9 @@ def test_training_and_drafting_compute_what_is_written_down(together: int, monke
                 cache.keep(torch.tensor([anchor - first]))
             depth = torch.arange(WIDTH)[None]
             for _ in range(2):  # a block leaves nothing behind
-                step = cache.branch(depth, torch.ones(1, WIDTH, WIDTH, dtype=torch.bool))
-                drafted = draft.decode(embeds_BMWH[row, block, None], step)[0]
+                whole = torch.ones(1, WIDTH, WIDTH, dtype=torch.bool)
+                steps = cache.branch(depth, whole), cache.branch(depth, whole.tril())
+                drafted = draft.decode(embeds_BMWH[row, block, None], *steps)[0]
                 torch.testing.assert_close(drafted, expected, **CLOSE)
 
 

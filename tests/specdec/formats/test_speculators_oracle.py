@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from stand_ins import first_positions
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Draft
 from draftforge.specdec.drafts.peagle import PEagleDraft
 from draftforge.specdec.formats import Verifier, read_draft, write_draft
@@ -134,6 +135,22 @@ def test_we_read_what_it_writes(target_folder: Path, tmp_path: Path, flags: dict
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in ours.items())
 
 
+@pytest.mark.parametrize("two_way", [False, True])
+@torch.no_grad()
+def test_we_compute_its_dflash_layers_with_windows(target_folder: Path, tmp_path: Path, two_way: bool) -> None:
+    """Causal in the block or not. The package counts a window from the anchor, engines and we from each token: it is
+    longer than the text here."""
+    write_draft(heads.dflash(40), tmp_path, "speculators", 5, Verifier(str(target_folder), ["LlamaForCausalLM"]))
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text()) | {"sliding_window_non_causal": two_way}
+    slides = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64, "use_sliding_window": True}
+    config["transformer_layer_config"] |= slides
+    path.write_text(json.dumps(config))
+    ours = read_draft(tmp_path)
+    assert isinstance(ours, DFlashDraft) and ours.config.causal_layers == (() if two_way else (0,))
+    check_blocks(ours, tmp_path)
+
+
 @pytest.mark.parametrize("draft_vocab", [61, 40])
 @torch.no_grad()
 def test_it_loads_our_dflash_folder_and_computes_the_same_blocks(
@@ -141,12 +158,17 @@ def test_it_loads_our_dflash_folder_and_computes_the_same_blocks(
 ) -> None:
     ours = heads.dflash(draft_vocab)
     write_draft(ours, tmp_path, "speculators", 5, Verifier(str(target_folder), ["LlamaForCausalLM"]))
-    config: Any = speculators.SpeculatorModelConfig.from_pretrained(str(tmp_path))
+    check_blocks(ours, tmp_path)
+
+
+def check_blocks(ours: DFlashDraft, folder: Path) -> None:
+    """That the package loads the folder, and computes the logits of our module's blocks."""
+    config: Any = speculators.SpeculatorModelConfig.from_pretrained(str(folder))
     assert config.speculators_config.proposal_methods[0].speculative_tokens == 5
     config.transformer_layer_config._attn_implementation = "eager"
-    theirs: Any = speculators.SpeculatorModel.from_pretrained(str(tmp_path), config=config)
+    theirs: Any = speculators.SpeculatorModel.from_pretrained(str(folder), config=config)
     assert type(theirs).__name__ == "DFlashDraftModel"
-    stored, loaded = load_file(tmp_path / "model.safetensors"), theirs.state_dict()
+    stored, loaded = load_file(folder / "model.safetensors"), theirs.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
 
     tokens, blocks = 30, 7
