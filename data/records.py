@@ -212,7 +212,7 @@ def parse(
         domain=_domain(source, lookup, where, messages),
         messages=tuple(messages),
         tools=shown_tools(lookup, engine, where),
-        template_args={**source.template_args, **template_args(lookup, engine, where)},
+        template_args={**source.template_args, **template_args(lookup, engine, where, source.reserved_template_args)},
         turn_by_turn=shape in ("turns", "prompts") and len(messages) > 1,
         prompt_end=prompt_end,
         engine=engine,

@@ -5,19 +5,21 @@ vLLM (0.32 and 0.33) is followed, and SGLang (0.5.23) for its own log or where t
 the whole list of fields.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
 from .conversation import Engine, PromptEnd
 from .logs.chat import LeftOut, Reason, decoded
+from .settings import RESERVED_ARGS
 
 Lookup = Callable[[str], Any]
 """Looks up a field by name in the line, then in its `request` object; None: neither has it."""
 
 _TOKENS = ("prompt_token_ids", "input_ids", "prompt_embeds", "input_embeds")
 _ADAPTERS = ("lora_path", "lora_request", "lora_name")
-_SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message", "tokenize")
+_SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message")
+_REFUSED_BY_SGLANG = ("tools", *_SET_BY_ENGINE)
 _UNSET = (None, "auto")  # values of template arguments that vLLM leaves out
 _UNFOLLOWED = (
     *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "use_beam_search"),
@@ -87,13 +89,21 @@ def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
 
 
-def template_args(lookup: Lookup, engine: Engine, where: str) -> dict[str, Any]:
+def template_args(lookup: Lookup, engine: Engine, where: str, reserved: Collection[str] = ()) -> dict[str, Any]:
     """Arguments that the chat template gets of a request: `chat_template_kwargs`, `documents`, `reasoning_effort`, and
-    what the engine makes of the latter."""
+    what the engine makes of the latter.
+
+    `reserved`: names with a place of their own that the source lets its requests set. Raises LeftOut for others.
+    """
     given = lookup("chat_template_kwargs") or {}
     if not isinstance(given, dict):
         raise InputError(f"{where}: chat_template_kwargs is not an object")
-    # The engine sets these by itself.
+    # vLLM passes over a name without a value, and sets some by itself. The reader of Anthropic's API says so by an empty
+    # list of tools that the request's own is one.
+    allowed = set(reserved) - set(_REFUSED_BY_SGLANG if engine == "sglang" else ())
+    there = {name for name, value in given.items() if engine == "sglang" or value not in _UNSET}
+    if (there & RESERVED_ARGS) - allowed - ({"tools"} if given.get("tools") == [] else set()):
+        raise LeftOut(where, "reserved template argument")
     found = {name: value for name, value in given.items() if name not in _SET_BY_ENGINE}
     documents, effort = lookup("documents"), lookup("reasoning_effort")
     if engine == "sglang":

@@ -16,6 +16,29 @@ LogKind = Literal["openai", "vllm", "sglang", "litellm", "langfuse"]
 FileKind = Literal[Shape, LogKind]
 Kind = Literal["key", "email", "card", "iban", "ip", "host", "phone"]
 """What is redacted. It stands here so that a recipe is read without the libraries that find it."""
+ReservedArg = Literal[
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+]
+"""Names of a chat template's arguments that have a place of their own, and that engines let a request set."""
+RESERVED_ARGS: frozenset[str] = frozenset(
+    (
+        *get_args(ReservedArg),
+        *("additional_special_tokens", "chat_template", "conversation", "conversations", "messages", "tokenize"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens"),
+    )
+)
+"""All names that no template argument may have: what renders the template sets them."""
 LABEL = r"^[\w.-]{1,64}$"
 Label = Annotated[str, Field(pattern=LABEL)]
 
@@ -79,8 +102,19 @@ class _Source(_Section):
     """Split of all its conversations and of those near them in other sources; absent: by hash."""
     template_args: dict[str, JsonValue] = {}
     """Chat template arguments of its conversations, e.g. `enable_thinking: false`; a line's own ones win."""
+    reserved_template_args: list[ReservedArg] = []
+    """Reserved names that requests may set among their template arguments, where their engine lets them; requests with
+    any other reserved name are left out."""
     engine: Literal["vllm", "sglang"] | None = None
     """Engine whose server made prompts of its requests; absent: `sglang` for SGLang's own log, else `vllm`."""
+
+    @field_validator("template_args")
+    @classmethod
+    def _check_names(cls, arguments: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        reserved = sorted(arguments.keys() & RESERVED_ARGS)
+        if reserved:
+            raise ValueError(f"{', '.join(reserved)}: reserved; the template gets it from elsewhere")
+        return arguments
 
     @property
     def domains(self) -> DomainSettings:

@@ -29,6 +29,7 @@ Reason = Literal[
     "logged twice",
     "Messages API of SGLang",
     "chat template of its own",
+    "reserved template argument",
     "prompt given as tokens",
     "prompt cut to a number of tokens",
     "special tokens added to the prompt",

@@ -123,10 +123,14 @@ REQUESTS: dict[str, tuple[dict[str, Any], list[str]]] = {  # request, prompts
     "template arguments that are not set": (
         {
             "messages": [said("user", "Q19")],
-            "chat_template_kwargs": {"enable_thinking": None, "tokenize": True},
+            "chat_template_kwargs": {"enable_thinking": None, "tokenize": None},
             "reasoning_effort": "auto",
         },
         ["<system>default<user>Q19<assistant>"],
+    ),
+    "a reserved name among the template's arguments": (
+        {"messages": [said("user", "Q21")], "chat_template_kwargs": {"messages": [said("user", "Other")]}},
+        [],
     ),
     "tools among the template's arguments": (
         {
@@ -150,7 +154,8 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[str]
         {"request": {"messages": [said("user", f"Filler {i} of {i * 7}")]}, "response": response} for i in range(40)
     ]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = MixSettings.model_validate({"sources": [{"kind": "openai", "path": "log.jsonl", "domain": "chat"}]})
+    source = {"kind": "openai", "path": "log.jsonl", "domain": "chat", "reserved_template_args": ["tools"]}
+    settings = MixSettings.model_validate({"sources": [source]})
     build_mix(settings, folder, folder / "mix")
     tokenizer = byte_level_tokenizer(["Hi there"], 262)
     tokenizer.chat_template = TEMPLATE
@@ -170,4 +175,11 @@ def test_the_target_is_asked_what_production_asked(
 
 
 def test_what_cannot_be_asked_is_counted(asked: tuple[dict[str, list[str]], dict[str, Any]]) -> None:
-    assert asked[1]["left_out"] == {"chat template of its own": 1} and asked[1]["read"] == len(REQUESTS) + 40
+    assert (
+        asked[1]["left_out"]
+        == {
+            "chat template of its own": 1,
+            "reserved template argument": 1,
+        }
+        and asked[1]["read"] == len(REQUESTS) + 40
+    )

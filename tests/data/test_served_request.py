@@ -1,16 +1,17 @@
 """What of a request reaches the chat template, how its prompt ends, and which requests are left out."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import ValidationError
 
 from draftforge.data.chat_template import shown_messages
 from draftforge.data.conversation import turn_ends, turns
 from draftforge.data.dedup import turn_keys
 from draftforge.data.logs.chat import LeftOut, Timing
 from draftforge.data.records import Record, parse
-from draftforge.data.settings import FileSource
+from draftforge.data.settings import RESERVED_ARGS, FileSource, ReservedArg
 from draftforge.errors import InputError
 
 USER = {"role": "user", "content": "Hi"}
@@ -45,14 +46,37 @@ def messages_of(record: Record) -> list[tuple[str, Any]]:
         ),
         ({"chat_template_kwargs": {"reasoning_effort": "high"}}, {"reasoning_effort": "high"}),
         ({"documents": [{"title": "t", "text": "x"}]}, {"documents": [{"title": "t", "text": "x"}]}),
-        (
-            {"chat_template_kwargs": {"add_generation_prompt": False, "continue_final_message": True, "a": 1}},
-            {"a": 1},  # vLLM sets these two by the request's own fields
-        ),
+        ({"chat_template_kwargs": {"tokenize": None, "messages": "auto", "a": 1}}, {"a": 1}),  # not set
     ],
 )
 def test_template_arguments_as_vllm_passes_them(request_fields: dict[str, Any], arguments: dict[str, Any]) -> None:
     assert asked(request_fields, ANSWER).template_args == arguments
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED_ARGS - {"chat_template"}))
+def test_a_reserved_name_among_template_arguments_reaches_its_place_only_if_recipe_and_engine_let_it(name: str) -> None:
+    request = {"chat_template_kwargs": {name: ["x"], "a": 1}}
+    for engine in ("vllm", "sglang"):
+        with pytest.raises(LeftOut, match="reserved template argument"):
+            asked(request, ANSWER, engine=engine)
+    # The recipe may name those that an engine honours; vLLM sets two of them by the request's own fields.
+    if name not in get_args(ReservedArg):
+        with pytest.raises(ValidationError):
+            asked(request, ANSWER, reserved_template_args=[name])
+        return
+    set_by_engine = name in ("add_generation_prompt", "continue_final_message")
+    expected = {"a": 1} if set_by_engine else {"a": 1, name: ["x"]}
+    assert asked(request, ANSWER, reserved_template_args=[name]).template_args == expected
+    if set_by_engine or name == "tools":
+        with pytest.raises(LeftOut, match="reserved template argument"):
+            asked(request, ANSWER, engine="sglang", reserved_template_args=[name])
+    else:
+        assert asked(request, ANSWER, engine="sglang", reserved_template_args=[name]).template_args == expected
+
+
+def test_a_recipes_own_template_arguments_have_no_reserved_name() -> None:
+    with pytest.raises(ValidationError, match="tokenize: reserved; the template gets it from elsewhere"):
+        asked({}, ANSWER, template_args={"tokenize": True})
 
 
 @pytest.mark.parametrize(
