@@ -98,8 +98,8 @@ def template_args(lookup: Lookup, engine: Engine, where: str, reserved: Collecti
     given = lookup("chat_template_kwargs") or {}
     if not isinstance(given, dict):
         raise InputError(f"{where}: chat_template_kwargs is not an object")
-    # vLLM passes over a name without a value, and sets some by itself. The reader of Anthropic's API says so by an empty
-    # list of tools that the request's own is one.
+    # vLLM passes over a name without a value, and sets some by itself. The reader of Anthropic's API says by an empty
+    # list of tools that the request has one.
     allowed = set(reserved) - set(_REFUSED_BY_SGLANG if engine == "sglang" else ())
     there = {name for name, value in given.items() if engine == "sglang" or value not in _UNSET}
     if (there & RESERVED_ARGS) - allowed - ({"tools"} if given.get("tools") == [] else set()):
