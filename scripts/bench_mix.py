@@ -120,16 +120,32 @@ def vllm_lines(requests: int) -> Iterator[str]:
     yield from waiting
 
 
-LINES = {"openai": openai_lines, "vllm": vllm_lines}
+def sglang_lines(requests: int) -> Iterator[str]:
+    """A line for each finished request, with its rendered prompt and its answer."""
+    chats = Chats(2)
+    for i in range(requests):
+        request = chats.request()
+        turns = (f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in request["messages"])
+        prompt, ids = "".join(turns) + "<|im_start|>assistant\n", list(range(1000, 1100))
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(_STARTED + i // 10))
+        params = {"temperature": request["temperature"], "max_new_tokens": 512, "top_p": 1.0, "top_k": -1, "n": 1}
+        obj = f"GenerateReqInput(rid='r{i}', text={prompt!r}, input_ids={ids}, sampling_params={params})"
+        meta = {"e2e_latency": 2.5, "prompt_tokens": 200, "completion_tokens": 80, "finish_reason": {"type": "stop"}}
+        out = {"text": chats.text(30), "output_ids": ids[:80], "meta_info": meta}
+        yield f"[{stamp}] Finish: obj={obj}, out={out!r}"
+
+
+LINES = {"openai": openai_lines, "vllm": vllm_lines, "sglang": sglang_lines}
 
 
 def measure(folder: Path, kind: str, limit: int | None, processes: int) -> Json:
-    """Build the mix of the log in `folder` once: seconds, processor seconds of all processes, peak memory of this."""
+    """Build the mix of the log in `folder` once: seconds, processor seconds of all processes and of the one that
+    collects, peak memory of that."""
     source: Json = {
         "kind": kind,
         "path": f"{kind}.log",
         "limit": limit,
-        **({"domain": "chat"} if kind == "vllm" else {}),
+        **({} if kind == "openai" else {"domain": "chat"}),
     }
     settings = MixSettings.model_validate({"sources": [source]})
     started, before = time.perf_counter(), os.times()
@@ -141,6 +157,7 @@ def measure(folder: Path, kind: str, limit: int | None, processes: int) -> Json:
         "processes": processes,
         "seconds": seconds,
         "processor_seconds": sum(after[:4]) - sum(before[:4]),
+        "of_the_first_process": sum(after[:2]) - sum(before[:2]),
         "lines_per_second": manifest["read"] / seconds,
         "megabytes": peak / 1e3,
     }
