@@ -34,7 +34,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import InputError
+from ..errors import InputError, one_line
 from .bounded_templates import LONGEST_TEMPLATE, BoundedEnvironment
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn, turn_ends
 from .logs.anthropic import BILLING_HEADER
@@ -106,7 +106,13 @@ def render(
 
 def ids_of_text(tokenizer: Any, text: str) -> list[int]:
     """Ids of a rendered prompt. Raises InputError for an empty one."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written special tokens
+    try:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote special tokens
+    except BaseException as error:
+        # What an expression of the tokenizer's gives up at, the library tells by an exception of Rust's own.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"{tokenizer.name_or_path}: its tokenizer gives up: {one_line(error)}") from None
     if not ids:
         raise InputError(f"{tokenizer.name_or_path}: its chat template makes an empty prompt of the messages")
     return ids

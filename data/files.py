@@ -67,11 +67,12 @@ class _Open(NamedTuple):
     """Move the progress bar to the current position in the file on disk."""
 
 
-def find(base_dir: Path, name: str) -> list[Path]:
+def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
     """Find the files that a source names: one file, all of a folder, or the matches of a pattern.
 
     They are sorted by name; files of one rotated log by time, the oldest first. Files whose name starts with a dot are
-    left out of folders. Raises MissingFileError.
+    left out of folders. Raises MissingFileError, and InputError for a link that leads out of the folder (of a pattern:
+    out of the folder that its beginning names) unless these are followed.
     """
     # A folder: all files in it and below.
     path = base_dir / name
@@ -79,15 +80,25 @@ def find(base_dir: Path, name: str) -> list[Path]:
         found = [inner for inner in path.rglob("*") if inner.is_file() and not _hidden(inner.relative_to(path))]
         if not found:
             raise MissingFileError(f"{path}: the folder holds no file")
-        return _by_time(found)
+        return _by_time(found if follow_links else _inside(found, path))
     # A pattern, unless a file has that very name.
     if not path.exists() and glob.has_magic(name):
         matches = [base_dir / match for match in glob.glob(name, root_dir=base_dir, recursive=True)]  # noqa: PTH207  absolute patterns too
         found = [match for match in matches if match.is_file()]
         if not found:
             raise MissingFileError(f"{path}: no file matches")
-        return _by_time(found)
+        plain = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
+        return _by_time(found if follow_links else _inside(found, Path(*plain)))
     return [require_file(path)]
+
+
+def _inside(paths: list[Path], folder: Path) -> list[Path]:
+    """The paths. Raises InputError for one that is read from outside of the folder."""
+    root = folder.resolve()
+    for path in paths:
+        if not path.resolve().is_relative_to(root):
+            raise InputError(f"{path}: is a link out of {folder}; follow_links of its source reads it")
+    return paths
 
 
 def whole_logs(paths: Sequence[Path]) -> dict[Path, Path]:
@@ -146,10 +157,10 @@ def _parts(paths: Sequence[Path]) -> Iterator[_Part]:
             yield _Part(parent / name, (day, 2, ()))
 
 
-def digest(base_dir: Path, name: str) -> str:
+def digest(base_dir: Path, name: str, follow_links: bool = False) -> str:
     """Digest (64 hex digits) of the contents of a source's files, and of their names where there may be several."""
     # A single file's name does not count; others count relative to the folder that holds all of them.
-    paths = find(base_dir, name)
+    paths = find(base_dir, name, follow_links)
     if paths == [base_dir / name]:
         return fingerprint.of_file(paths[0])
     root = base_dir / name if (base_dir / name).is_dir() else Path(os.path.commonpath([path.parent for path in paths]))

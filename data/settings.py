@@ -135,6 +135,8 @@ class FileSource(_Source):
     `prompts`: text lines, or JSON; `openai`, `vllm`, `sglang`, `litellm`, `langfuse`: what that tool logs."""
     path: str
     """A file, a folder (all files in it and below) or a pattern such as `logs/*.jsonl.gz`, relative to the recipe."""
+    follow_links: bool = False
+    """Read files outside of the folder that links lead to, as in Kubernetes' log folders; else one is an error."""
     column: str | None = None
     """Field or table column that holds what `messages`, `sharegpt`, `turns` or `prompts` read; absent: the shape's own
     name (messages, conversations, turns, prompt)."""

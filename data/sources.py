@@ -101,7 +101,9 @@ def check_kinds(sources: Sequence[Source], base_dir: Path) -> None:
         if not isinstance(source, FileSource):
             continue
         # The first file that holds anything. A line of text may always be a prompt, unless it is an engine's own.
-        first = next((path for path in files.find(base_dir, source.path) if path.stat().st_size), None)
+        first = next(
+            (path for path in files.find(base_dir, source.path, source.follow_links) if path.stat().st_size), None
+        )
         if first is None:
             continue
         plain_text = source.kind == "prompts" and files.is_text(first)
@@ -198,7 +200,7 @@ def units(
         return _target_prompts(source, base_dir, index, sample_prompts)
     if isinstance(source, DatasetSource):
         return _dataset_rows(source, base_dir)
-    paths = files.find(base_dir, source.path)
+    paths = files.find(base_dir, source.path, source.follow_links)
     return _file_units(source, paths, _file_items(source, paths, f"reading {source.path}"), counts)
 
 
@@ -248,7 +250,7 @@ def input_digests(settings: MixSettings, base_dir: Path) -> dict[str, str]:
 
 def _input_digest(source: Source, base_dir: Path) -> str:
     if isinstance(source, FileSource):
-        return files.digest(base_dir, source.path)
+        return files.digest(base_dir, source.path, source.follow_links)
     if isinstance(source, DatasetSource):
         # A local dataset counts by its files; a hub one by its name, as it may not be at hand.
         folder = base_dir / source.name

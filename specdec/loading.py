@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..errors import DraftforgeError, FormatError, one_line
 from ..progress import say
+from .expressions import check_tokenizer_expressions
 
 _OURS = (DraftforgeError, MemoryError, torch.OutOfMemoryError)
 
@@ -40,7 +41,11 @@ def load_model(source: str | Path, where: str, only_known: bool = False, **optio
 def load_tokenizer(source: str | Path, where: str, **options: Any) -> PreTrainedTokenizerBase:
     """Load a tokenizer. Raises FormatError, its line beginning with `where`."""
     with refused(where):
-        return AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        fast = getattr(tokenizer, "backend_tokenizer", None)
+        if fast is not None:
+            check_tokenizer_expressions((fast.normalizer, fast.pre_tokenizer, fast.decoder), where)
+        return tokenizer
 
 
 @contextmanager

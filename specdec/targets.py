@@ -17,6 +17,7 @@ from .. import fingerprint
 from ..errors import InputError, MissingFileError, one_line
 from ..progress import say
 from ..storage import read_object
+from .expressions import check_short, matching
 from .kernels.fused import can_fuse, fuse
 from .loading import as_the_file_says, load_model, load_tokenizer, refused
 from .models import CausalModel
@@ -401,11 +402,29 @@ def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 
     folder = _adapter_folder(adapter)
     try:
-        merged = PeftModel.from_pretrained(model, str(folder), use_safetensors=True)
+        config = _plain_adapter_config(model, folder, f"target.adapter: {adapter}")
+        merged = PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
         return merged.merge_and_unload()
     except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"target.adapter: {adapter}: does not fit the model: {reason}") from None
+
+
+def _plain_adapter_config(model: PreTrainedModel, folder: Path, where: str) -> Any:
+    """An adapter's config with the names of modules in place of its expressions, which PEFT would match in any time."""
+    from peft import PeftConfig
+
+    config = PeftConfig.from_pretrained(str(folder))
+    names = [name for name, _ in model.named_modules()]
+    for field in ("target_modules", "exclude_modules"):
+        value = getattr(config, field, None)
+        if isinstance(value, str) and value != "all-linear":
+            setattr(config, field, matching(value, names, f"{where}: {field}"))
+    # Others are matched by PEFT itself.
+    for field in ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_pattern"):
+        value = getattr(config, field, None) or ()
+        check_short([value] if isinstance(value, str) else value, f"{where}: {field}")
+    return config
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

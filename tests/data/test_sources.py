@@ -9,6 +9,7 @@ import datasets
 import pytest
 from pydantic import TypeAdapter
 
+from draftforge.data.files import digest, find
 from draftforge.data.record_outcomes import SourceCounts
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings, Source
@@ -177,3 +178,22 @@ def test_input_digests_follow_content(tmp_path: Path) -> None:
     (tmp_path / "p.txt").unlink()
     with pytest.raises(DraftforgeError, match=r"p\.txt"):
         input_digests(settings, tmp_path)
+
+
+@pytest.mark.parametrize("path", ["logs", "logs/*.jsonl", "logs/**/*.jsonl"])
+def test_links_out_of_a_log_folder_are_followed_only_if_the_recipe_says_so(tmp_path: Path, path: str) -> None:
+    (tmp_path / "logs/old").mkdir(parents=True)
+    for name in ("outside.jsonl", "logs/old/a.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    # A link that stays in the folder, and a source that is itself a link, are read.
+    (tmp_path / "logs/b.jsonl").symlink_to(tmp_path / "logs/old/a.jsonl")
+    assert tmp_path / "logs/b.jsonl" in find(tmp_path, path)
+    (tmp_path / "named.jsonl").symlink_to(tmp_path / "outside.jsonl")
+    assert find(tmp_path, "named.jsonl") == [tmp_path / "named.jsonl"]
+    # One that leads out, to a file or by a folder, is refused.
+    (tmp_path / "logs/c.jsonl").symlink_to(tmp_path / "outside.jsonl")
+    with pytest.raises(InputError, match=r"c\.jsonl: is a link out of .*logs; follow_links"):
+        find(tmp_path, path)
+    with pytest.raises(InputError, match="follow_links"):
+        digest(tmp_path, path)
+    assert tmp_path / "logs/c.jsonl" in find(tmp_path, path, follow_links=True)

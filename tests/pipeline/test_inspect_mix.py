@@ -96,6 +96,9 @@ def test_a_page_needs_nothing_else_and_is_the_same_again(recipe: Path, tmp_path:
     run(recipe, "--out", tmp_path / "b.html")
     page = (tmp_path / "a.html").read_text()
     assert page == (tmp_path / "b.html").read_text()
+    # Nothing in it runs or loads anything, as in the report.
+    (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
+    assert "default-src 'none'" in policy and "script-src" not in policy and "<script" not in page
     assert page.count("<svg") >= 7 and page.count("<table>") >= 10 and "By system" in page
     assert not re.search(r'(src|href)="http', page) and "joe" not in page
 

@@ -1,0 +1,83 @@
+"""Regular expressions that come with a tokenizer or an adapter: searched in bounded time, or refused.
+
+An adapter's are matched by RE2, in time linear in the module's name. A tokenizer's run inside of its library, on
+Oniguruma, which gives up at a place after ten million steps; those whose steps may double with every character, a
+repeat inside of a repeat, are refused.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..errors import InputError
+
+_LONGEST = 10_000  # characters
+_LONGEST_NAME, _MOST_REPEATS = 300, 2
+# What an expression consists of: escapes and classes are single pieces.
+_PIECES = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*+\]|\((?:\?[^:=!<>)]*[:=!>]|\?<[=!]|\?<\w+>)?|\)|[*+?]|\{[\d,]*\}|.",
+    re.DOTALL,
+)
+
+
+def repeats(expression: str) -> tuple[int, bool]:
+    """How many parts of an expression are repeated without a bound, and whether one of them holds another: `(a+)+`."""
+    count, nested, opened = 0, False, [False]  # for each open group, whether it holds such a part
+    pieces = _PIECES.findall(expression)
+    for piece, after in zip(pieces, [*pieces[1:], ""]):
+        if piece.startswith("("):
+            opened.append(False)
+        elif piece == ")" and len(opened) > 1:
+            holds = opened.pop()
+            nested |= holds and _unbounded(after)
+            opened[-1] |= holds
+        elif _unbounded(piece):
+            count, opened[-1] = count + 1, True
+    return count, nested
+
+
+def _unbounded(piece: str) -> bool:
+    if piece in ("*", "+"):
+        return True
+    bounds = re.fullmatch(r"\{(\d*)(,?)(\d*)\}", piece)
+    return bounds is not None and bounds[2] == "," and not bounds[3]
+
+
+def check_tokenizer_expressions(parts: Iterable[Any], where: str) -> None:
+    """Raise InputError for a tokenizer with an expression that may take time without bound.
+
+    `parts`: its normalizer, pre-tokenizer and decoder, as the tokenizers library has them; None: it has none.
+    """
+    pending = [json.loads(part.__getstate__()) for part in parts if part is not None]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += value.values()
+            expression = value.get("Regex")
+            if isinstance(expression, str) and (len(expression) > _LONGEST or repeats(expression)[1]):
+                shown = expression if len(expression) <= 60 else f"{expression[:59]}…"
+                raise InputError(f"{where}: its tokenizer's expression {shown!r} repeats a repeat, or is too long")
+        elif isinstance(value, list):
+            pending += value
+
+
+def check_short(expressions: Iterable[str], where: str) -> None:
+    """Raise InputError for an expression of an adapter whose matches with the name of a module may take long."""
+    for one in expressions:
+        count, nested = repeats(one)
+        if len(one) > _LONGEST_NAME or count > _MOST_REPEATS or nested:
+            rule = f"at most {_LONGEST_NAME} characters and {_MOST_REPEATS} repeats (* and +)"
+            raise InputError(f"{where}: {one[:60]!r}: must have {rule}")
+
+
+def matching(expression: str, names: Sequence[str], where: str) -> list[str]:
+    """Names that an expression matches as a whole. Raises InputError for one that RE2 does not know."""
+    try:
+        found = pc.match_substring_regex(pa.array(names, pa.string()), f"^(?:{expression})$")
+    except pa.ArrowInvalid:
+        raise InputError(f"{where}: {expression[:60]!r}: is no expression that can be matched in linear time") from None
+    return [name for name, matched in zip(names, found.to_pylist()) if matched]

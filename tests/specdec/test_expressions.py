@@ -1,0 +1,125 @@
+"""Expressions of tokenizers and adapters: searched in bounded time, or refused in one line."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_level import byte_level_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from tokenizers import Regex, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from draftforge.errors import DraftforgeError, InputError
+from draftforge.specdec.expressions import matching, repeats
+from draftforge.specdec.loading import load_tokenizer
+from draftforge.specdec.targets import _merge_adapter
+
+GPT_4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT_2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize(
+    "expression", [GPT_4O, LLAMA_3, GPT_2, r"(?:a|b)+", r"[(+*)]+", r"\(a+\)+", "(?:a+){1,3}", "(a?b)*"]
+)
+def test_usual_expressions_repeat_no_repeat(expression: str) -> None:
+    assert not repeats(expression)[1]
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["(a+)+b", r"(\w+\s?)+$", "(?:(?:a|b)*c?)*", "((a){2,})+", "(?<n>a*)*", "([^]]+[]x]*)+", "(?:a+)*?", "(a+){3,}"],
+)
+def test_repeated_repeats_are_found(expression: str, tmp_path: Path) -> None:
+    assert repeats(expression)[1]
+    tokenizer = byte_level_tokenizer(["aaab"], 262, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    split = pre_tokenizers.Split(Regex(expression), "isolated")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel()])
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"^here: its tokenizer's expression .* repeats a repeat"):
+        load_tokenizer(tmp_path, "here")
+
+
+def _nested(parsed: Any, inside: bool = False) -> bool:
+    """Whether an expression as Python parses it repeats a repeat without a bound."""
+    for operation, value in parsed:
+        unbounded = "REPEAT" in str(operation) and value[1] == re._constants.MAXREPEAT  # type: ignore[attr-defined]
+        if unbounded and inside:
+            return True
+        held = value if isinstance(value, tuple | list) else ()
+        below = [one for one in held if isinstance(one, re._parser.SubPattern)]  # type: ignore[attr-defined]
+        below += held[1] if str(operation) == "BRANCH" else ()
+        if any(_nested(one, inside or unbounded) for one in below):
+            return True
+    return False
+
+
+@given(st.text(alphabet="ab()[]*+?|{},2", max_size=12))
+@settings(max_examples=400)
+def test_repeated_repeats_are_those_that_python_parses(expression: str) -> None:
+    try:
+        parsed = re._parser.parse(expression)  # type: ignore[attr-defined]
+    except re.error:
+        repeats(expression)  # which never fails
+        return
+    assert repeats(expression)[1] == _nested(parsed)
+
+
+def test_names_are_matched_as_python_matches_them() -> None:
+    names = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn.q_proj", "mlp.up_proj", "mlp")]
+    for expression in (
+        r".*\.(q|up)_proj",
+        r"model\.layers\.[01]\..*",
+        "mlp",
+        "",
+        r"model\.layers\.\d+\.mlp",
+    ):
+        assert matching(expression, names, "x") == [name for name in names if re.fullmatch(expression, name)]
+    assert matching(r"(\w+\.?)+mlp", names, "x") == names[2::3]  # which takes Python years
+    for unknown in ("(?=a)", r"(a)\1", "("):
+        with pytest.raises(InputError, match="no expression that can be matched in linear time"):
+            matching(unknown, names, "here")
+
+
+def tiny() -> Any:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.timeout(120)
+def test_expressions_of_an_adapter_take_no_time(tmp_path: Path) -> None:
+    """`(\\w+\\.?)+!` on the name of a module takes Python's own matcher years."""
+    model = tiny()
+    lora = LoraConfig(r=2, target_modules=r".*layers\.0\..*(q|v)_proj", rank_pattern={r"layers\.0\..*q_proj": 4})
+    get_peft_model(tiny(), lora).save_pretrained(tmp_path)
+    merged = _merge_adapter(model, str(tmp_path))
+    assert type(merged) is LlamaForCausalLM
+    stored = json.loads((tmp_path / "adapter_config.json").read_text())
+    for field, value in (
+        ("target_modules", r"(\w+\.?)+!"),
+        ("target_modules", r"(?=(\w+\.?)+!)x"),
+        ("rank_pattern", {r"(\w+\.?)+!": 4}),
+        ("modules_to_save", [r"(\w+\.?)+!"]),
+        ("alpha_pattern", {".*" * 9 + "!": 4}),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(stored | {field: value}))
+        with pytest.raises(DraftforgeError, match=r"^target\.adapter: ") as caught:
+            _merge_adapter(tiny(), str(tmp_path))
+        assert "\n" not in str(caught.value)
