@@ -33,7 +33,7 @@ from draftforge.train import checkpoints, loop
 from draftforge.train.families.medusa import Backbone
 from draftforge.train.families.small import SmallFamily
 from draftforge.train.loop import train
-from draftforge.train.memory_estimate import DiskFootprint
+from draftforge.train.memory_estimate import DiskFootprint, reset_peak_memory
 from draftforge.train.stopping import TrainingStoppedError
 
 
@@ -155,6 +155,18 @@ def test_the_memory_dry_run_changes_nothing(
     most = max(len(one.prompt_ids) + len(one.answer_ids) for one in samples)
     assert len(dry_runs) == (2 if start else 1)
     assert any(len(samples[at].prompt_ids) + len(samples[at].answer_ids) == most for at in dry_runs[0].samples)
+
+
+def test_a_training_that_goes_on_resets_the_peak_of_a_gpu_that_nothing_has_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA refuses the reset before it is initialised."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append(str(device)))
+    reset_peak_memory(torch.device("cuda", 0))
+    reset_peak_memory(torch.device("cpu"))
+    assert calls == ["init", "cuda:0"]
 
 
 def test_what_does_not_fit_into_memory_fails_before_the_first_step(
