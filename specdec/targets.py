@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,11 @@ class Target(CausalModel):
         self.fingerprint = target_fingerprint
         self.tokenizer_digest = tokenizer_digest(tokenizer)
         self.stop_ids = _stop_ids(model, tokenizer)
+
+    @cached_property
+    def sampling_defaults(self) -> dict[str, float]:
+        """Sampling settings that a server takes where a request names none; see `sampling_defaults`."""
+        return sampling_defaults(self.settings)
 
     @classmethod
     def load(cls, settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> "Target":

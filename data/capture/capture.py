@@ -21,7 +21,7 @@ from ...distributed import ALONE, Ranks
 from ...errors import InputError, StaleInputError
 from ...progress import bar, say
 from ...specdec.sampling_settings import SamplingSettings
-from ...specdec.targets import Target, sampling_defaults
+from ...specdec.targets import Target
 from ..backends.base import open_engine
 from ..conversation import Conversation, as_served
 from ..mix import load_mix
@@ -94,7 +94,7 @@ def capture(
     asked. Raises StaleInputError for a folder of other inputs,
     ContextLengthError, InputError, DiskFullError, EngineError, LostRankError.
     """
-    conversations = as_served(load_mix(mix), sampling_defaults(target.settings))
+    conversations = as_served(load_mix(mix), target.sampling_defaults)
     capture_conversations(target, conversations, settings, scored, folder, part, ranks, may_be_unanswered)
 
 
