@@ -76,6 +76,18 @@ def most_context(max_positions: int, deepest: int, rounds: int) -> int:
     return max_positions - _answer_tokens(rounds, deepest) + rounds // 2
 
 
+def room_for_rounds(max_positions: int, deepest: int, rounds: int) -> int:
+    """Tokens of a prompt that fit beside `rounds` timed rounds of at most `deepest` levels. Raises InputError."""
+    room = max_positions - _answer_tokens(rounds, deepest)
+    if room < 1:
+        most = (max_positions - 2) // (deepest + 1)
+        raise InputError(
+            f"score.costs.rounds = {rounds}: so many rounds of up to {deepest + 1} tokens do not fit the target's "
+            f"context of {max_positions}; at most {most} do (more with smaller score.draft_tokens)"
+        )
+    return room
+
+
 def costs_file(key: CostKey, grid: Grid | None) -> str:
     """File name of a key's cost table, measured over a grid or (None) at batch 1."""
     if grid is None:
@@ -136,13 +148,7 @@ def _batch_one(
     asked = settings.costs
     decoders = _decoders(specs, settings, lambda spec: spec.configs)
     deepest = max(decoder.config.levels for decoder in decoders)
-    room = target.max_positions - _answer_tokens(asked.rounds, deepest)
-    if room < 1:
-        most = (target.max_positions - 2) // (deepest + 1)
-        raise InputError(
-            f"score.costs.rounds = {asked.rounds}: so many rounds of up to {deepest + 1} tokens do not fit the "
-            f"target's context of {target.max_positions}; at most {most} do (more with smaller score.draft_tokens)"
-        )
+    room = room_for_rounds(target.max_positions, deepest, asked.rounds)
     # 2) Time each prompt by itself.
     prompts = [prompt[-room:] for prompt in prompts[: asked.prompts]]  # their ends: the answer needs the rest
     rounds: Rounds = {decoder.config: [] for decoder in decoders}

@@ -25,15 +25,16 @@ from ..registry.versions import TARGET_NAME_TAG, TARGET_TAG
 from ..train.loop import figures_on_disk
 from ..train.throughput import NoSink
 from .export import show_serving
-from .promotion import REFUSED, check_promotion, follow_champion, promote_stage
+from .promotion import REFUSED, check_promotion, check_stages, follow_champion, promote_stage
 from .report import log_report, log_result, write_report
-from .scoring import Scored, check_score, score_foreign, score_stage
+from .scoring import Scored, check_drafts, check_score, score_foreign, score_stage
 from .stages import (
     Stage,
     Stages,
     Start,
     capture_stage,
     check_capture,
+    check_training,
     checkpoints_of,
     join_stage,
     mix_stage,
@@ -70,8 +71,9 @@ def capture(
     # 2) Answer what the joined parts, if any, lack; initial drafts while the target is loaded.
     space = open_workspace(recipe)
     stages = Stages(space)
-    check_capture(stages)
     with space.alone():
+        check_capture(stages)
+        check_training(stages, space.drafts)
         mix_stage(stages)
         if parts and space.first_rank:
             join_stage(stages, parts)
@@ -88,8 +90,8 @@ def _capture_part(recipe: Recipe, part: Part) -> None:
     """Capture one part of the answers, in a folder of its own, for another machine to join."""
     space = open_workspace(recipe, part=str(part))
     stages = Stages(space)
-    check_capture(stages)
     with space.alone():
+        check_capture(stages)
         conversations = load_mix(mix_stage(stages).folder)
         check_part(part, conversations, recipe.capture, recipe.score.sampling)
         captured = capture_stage(stages, part)
@@ -101,10 +103,11 @@ def train(recipe: Recipe, draft: str | None = None) -> None:
     space = open_workspace(recipe, draft=draft)
     if draft is not None and draft not in recipe.drafts:
         raise InputError(f"--draft {draft}: must be one of the recipe's drafts ({', '.join(recipe.drafts)})")
-    stages = Stages(space)
-    check_capture(stages)
+    stages, names = Stages(space), list(recipe.drafts) if draft is None else [draft]
     with space.alone():
-        _run_to_training(stages, list(recipe.drafts) if draft is None else [draft])
+        check_capture(stages)
+        check_training(stages, names)
+        _run_to_training(stages, names)
 
 
 def score(recipe: Recipe, draft: str | None = None) -> None:
@@ -123,6 +126,10 @@ def score(recipe: Recipe, draft: str | None = None) -> None:
     check_score(space, names, trees=foreign is None)
     stages = Stages(space)
     with space.alone():
+        check_capture(stages)
+        check_training(stages, names)
+        if space.first_rank:
+            check_drafts(space, foreign)
         _run_to_training(stages, names)
         scored = score_stage(stages, names) if foreign is None else score_foreign(stages, foreign)
         if scored is not None:
@@ -150,6 +157,7 @@ def promote(recipe: Recipe) -> Outcome | None:
     with space.alone():
         check_promotion(space)
         stages = Stages(space)
+        check_stages(stages)
         _run_to_training(stages, recipe.drafts)
         scored = score_stage(stages, recipe.drafts)
         if scored is None:
@@ -188,12 +196,14 @@ def distill(
     check_promotion(space, "a distillation")
     stages = Stages(space, made_mix)
     if not space.first_rank:
+        check_stages(stages)
         _run_to_training(stages, space.recipe.drafts)
         score_stage(stages, space.recipe.drafts)
         return None
-    tracking = space.tracking  # a server that does not answer is found out before the work, not after it
     # 2) The mix comes before the run: its fingerprint is part of what the run is found by.
+    tracking = space.tracking
     with space.alone():
+        check_stages(stages)
         with in_stage("mix"):
             mix_stage(stages)
         identity = stages.run_fingerprint

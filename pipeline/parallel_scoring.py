@@ -116,6 +116,11 @@ class CheckpointCounter:
         order = elimination_order(self.sizes, self.settings.seed)
         return [list(block) for block in cut_into_blocks(order, self.sizes, self.settings.race.blocks)]
 
+    @property
+    def answers(self) -> int:
+        """Answers that each checkpoint is counted on."""
+        return len(self._samples)
+
     @cached_property
     def _samples(self) -> list[Sample]:
         return scored_samples(self._scorer.samples, self.settings)
@@ -133,10 +138,10 @@ class CheckpointCounter:
             self._loaded = checkpoint, draft, self._scorer.specs(draft, trees)
         return self._loaded[1:]
 
-    def count(self, jobs: Sequence[ScoringJob]) -> bool:
+    def count(self, jobs: Sequence[ScoringJob], reached: Callable[[float], None] = lambda share: None) -> bool:
         """Count the first rank's `jobs`, all of one block or all of none; whether there were any.
 
-        All ranks call this together.
+        All ranks call this together. `reached` is told which share of this rank's part is done.
         """
         # 1) Only the first rank knows what is missing; no jobs at all tells the others that scoring is over.
         records = self._ranks.broadcast("checkpoints to count", [job.record() for job in jobs])
@@ -149,10 +154,11 @@ class CheckpointCounter:
         costs = [sum(map(_tokens, (samples[index] for index in pack))) for pack in packs]
         decoding = sum(_DECODED_COST * _tokens(sample) for sample in samples if sample.conversation in checked)
         shares = self._shares(jobs, [*costs, max(1, decoding)])
-        for job, parts in zip(jobs, shares, strict=True):
+        for done, (job, parts) in enumerate(zip(jobs, shares, strict=True), start=1):
             mine = parts[self._ranks.rank]
             if not mine.is_counted():  # a stopped run's are taken over
                 self._count_share(job, mine, samples, packs, checked)
+            reached(done / len(jobs))
         # 3) The first rank joins what it sees of all ranks; the others need none of it.
         self._ranks.barrier("counts of checkpoints")
         if self._ranks.first:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -41,8 +41,8 @@ from ..specdec.serving_plan import stored_plan, write_plan
 from .draft_scorer import Scorer
 from .export import export_draft, is_copy
 from .holdout_evaluation import Measured, evidence, measure_holdout, show_holdout
-from .scoring import Scored, check_score
-from .stages import Stages
+from .scoring import Scored, check_drafts, check_score
+from .stages import Stages, check_capture, check_training
 from .workspace import Workspace
 
 PROMOTION_FILE = "promotion.json"
@@ -66,9 +66,15 @@ class _CommandResult(NamedTuple):
 
 
 def check_promotion(space: Workspace, what: str = "a promotion") -> None:
-    """Refuse what keeps the recipe's drafts from being scored and promoted, before any work. `what` asks for it."""
+    """Refuse what keeps the recipe's drafts from being scored and promoted, before any work. `what` asks for it.
+
+    Neither mix nor target is needed for it.
+    """
     check_command(space.recipe.promotion)
+    check_gate(space.recipe)
     check_score(space, space.recipe.drafts, what)
+    if space.first_rank:
+        _ = space.tracking  # a server that does not answer is found out before the work, not after it
     # The other drafts of a merged tree go into the version, which holds no pickle.
     for name, tree in space.recipe.score.trees.items():
         for part in tree.drafts if isinstance(tree, MergedTree) else ():
@@ -81,6 +87,32 @@ def check_command(settings: PromotionSettings) -> None:
     """Raise InputError where the command to run after a promotion names no program."""
     if settings.command and shutil.which(settings.command[0]) is None:
         raise InputError(f"promotion.command {settings.command[0]}: no such program, or not executable")
+
+
+def check_gate(recipe: Recipe) -> None:
+    """Raise InputError for settings of score and gate that no candidate could pass with."""
+    score, gate = recipe.score, recipe.gate
+    if gate.min_speedup > 0 and score.confidence < gate.confidence:
+        raise InputError(
+            f"score.confidence = {score.confidence:g}: gate.confidence asks for intervals that cover "
+            f"{gate.confidence:g}, so that every draft would be refused"
+        )
+    if 0 < score.max_conversations < gate.min_clusters:
+        raise InputError(
+            f"score.max_conversations = {score.max_conversations}: so many conversations cannot be the "
+            f"{gate.min_clusters} clusters of gate.min_clusters, so that every draft would be refused"
+        )
+
+
+def check_stages(stages: Stages, names: Collection[str] | None = None) -> None:
+    """Check before the mix is built that capture, these trainings and the score can be done here.
+
+    `names`: drafts whose start is known; None: all of the recipe.
+    """
+    check_capture(stages)
+    check_training(stages, stages.space.drafts if names is None else names)
+    if stages.space.first_rank:
+        check_drafts(stages.space)
 
 
 def promote_stage(stages: Stages, run_id: str, scored: Scored) -> tuple[Version, Decision]:

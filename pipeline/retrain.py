@@ -32,8 +32,7 @@ from ..specdec.requests import TargetSettings
 from ..train.checkpoints import is_finished
 from ..train.families import family_of
 from .distill import Outcome, distill
-from .promotion import REFUSED, check_command, follow_champion
-from .scoring import check_score
+from .promotion import REFUSED, check_command, check_promotion, check_stages, follow_champion
 from .stages import Stage, Stages, Start, blended_mix, mix_stage
 from .staleness import STALENESS_FILE, Staleness, pin_revision
 from .staleness_evidence import judge
@@ -92,7 +91,7 @@ def retrain_champion(space: Workspace) -> Retrained:
         storage.lock(space.root / ".retrain.lock", timeout, "another retraining"),
         recorded(space.tracking, f"{space.recipe.name}: retrain"),
     ):
-        check_score(space, space.recipe.drafts)
+        check_promotion(space, "a retraining")
         with space.alone():
             # 1) Judge the champion.
             alone = space.for_one_rank()
@@ -185,6 +184,8 @@ def plan(space: Workspace, found: Staleness) -> RetrainPlan:
     """Plan a retraining: its mix, with a share of old conversations, and drafts that start warm where they can."""
     # 1) The mix; the old conversations of the champion's mix guard against forgetting.
     stale, stages = found.champion, Stages(space)
+    if stale is None:
+        check_stages(stages)
     with in_stage("mix"):
         mix = mix_stage(stages)
         if stale is None:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pyarrow as pa
 
 from .. import fingerprint, storage
-from ..errors import InputError, MissingFileError
+from ..errors import InputError, MissingFileError, named
 from ..eval import counts
-from ..eval.cost_measurement import Grid, most_context
+from ..eval.cost_measurement import Grid, most_context, room_for_rounds
 from ..eval.cost_table import write_tables
 from ..eval.leaderboard import (
     PLAIN,
@@ -45,12 +45,13 @@ from ..specdec.formats import meta_file
 from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.formats.layer_skip import is_skip_file
 from ..specdec.proposers.training_free import LOOKUP
-from ..specdec.proposers.tree_settings import MeasuredTree, Tree
+from ..specdec.proposers.tree_settings import MeasuredTree, MergedTree, Tree
 from ..specdec.serving_plan import ServingPlan
-from ..specdec.stored_draft import TOKENIZER_FILE, trained_for
-from ..specdec.targets import context_length
+from ..specdec.stored_draft import TOKENIZER_FILE, StoredDraft, trained_for
+from ..specdec.targets import context_length, resolve_device
 from ..train.families import family_of
 from .draft_scorer import Scorer
+from .estimates import Work, conditions_of, estimated
 from .parallel_scoring import CheckpointCounter, ScoringJob, ScoringResult, race
 from .stages import Stage, Stages, Start, checkpoints_of
 from .workspace import Workspace, require_whole
@@ -131,6 +132,8 @@ def check_score(space: Workspace, names: Collection[str], what: str = "a score",
     `what` asks for the score; `trees`: whether the recipe's trees are scored too.
     """
     require_whole(space.recipe, what)
+    if space.recipe.score.draft_device is not None:
+        resolve_device(space.recipe.score.draft_device, "auto", "score.draft_device")
     for name, settings in space.recipe.drafts.items():
         if name in names and family_of(settings).changes_target(settings):
             raise InputError(
@@ -142,19 +145,19 @@ def check_score(space: Workspace, names: Collection[str], what: str = "a score",
 
 
 def check_load(space: Workspace, trees: bool = True) -> None:
-    """Check the serving load (`score.load`) before any work.
+    """Check the serving load (`score.load`), or the rounds that are timed, before any work.
 
-    Raises an error that names score.load or score.costs.fit where the load does not fit the target's context or the
-    given times, or where these cannot be read.
+    Raises an error that names score.load, score.costs.fit or score.costs.rounds where these do not fit the target's
+    context or the given times, or where times cannot be read.
     """
     score = space.recipe.score
-    if score.load is None or not space.first_rank:
+    if not space.first_rank:
         return
     # Times of another machine: the load must lie inside what they cover.
-    if score.costs.fit is not None:
+    if score.load is not None and score.costs.fit is not None:
         _check_given_times(space, score.load)
         return
-    # Times of this machine: its grid of contexts must fit the target, with the deepest draft on top.
+    # Times of this machine: rounds and contexts must fit the target, with the deepest draft on top.
     try:
         longest = context_length(space.target_settings)
     except MissingFileError:  # the stages say what they cannot do without it
@@ -163,7 +166,24 @@ def check_load(space: Workspace, trees: bool = True) -> None:
         # What a measured tree will be is not known yet.
         known = [tree for tree in score.trees.values() if not isinstance(tree, MeasuredTree)] if trees else []
         deepest = max([*score.draft_tokens, *(tree.levels for tree in known)])
-        Grid.around(score.load, most_context(longest, deepest, score.costs.rounds))
+        if score.load is None:
+            room_for_rounds(longest, deepest, score.costs.rounds)
+        else:
+            Grid.around(score.load, most_context(longest, deepest, score.costs.rounds))
+
+
+def check_drafts(space: Workspace, foreign: Path | None = None) -> None:
+    """Check before any work that drafts which exist already fit the target: those of merged trees, and a given one.
+
+    The target is loaded for it, as scoring would load it.
+    """
+    score = space.recipe.score
+    for name, tree in score.trees.items():
+        for path in tree.drafts if isinstance(tree, MergedTree) else ():
+            with named(f"score.trees.{name}"):
+                StoredDraft.load(path, space.target, score.draft_device)
+    if foreign is not None:
+        StoredDraft.load(foreign, space.target, score.draft_device, other_tokenizer=True)
 
 
 def _check_given_times(space: Workspace, load: LoadSettings) -> None:
@@ -235,21 +255,29 @@ def _score(
         trees[checkpoint] = {spec.tree: spec.fixed for spec in specs if spec.fixed is not None}
         times[checkpoint] = scorer.times(draft, specs)
 
+    def answers_to_count() -> Work:
+        missing = [one for one in entries if not counter.is_done(ScoringJob(one, entries[one], trees[one]))]
+        kept = settings.model_dump(mode="json", exclude={"costs", "load", "sampling"})
+        how = conditions_of(space, space.target.device, space.recipe.target.model, kept)
+        return Work(len(missing) * counter.answers, "answers of drafts", how)
+
     # 3) Replay and decode: what is not on disk, shared by all ranks; everything, or as a race.
     def count(checkpoints: Iterable[Checkpoint], block: int | None = None, rest: bool = False) -> None:
         jobs = [ScoringJob(one, entries[one], trees[one], block, rest) for one in checkpoints]
         missing = [job for job in jobs if not counter.is_done(job)]
         started = time.monotonic()
         if missing:
-            counter.count(missing)
+            counter.count(missing, (lambda share: None) if racing else reached)
         if missing and block is None:
             say(f"counted: {len(missing)} checkpoints in {time.monotonic() - started:.1f} s")
 
-    if settings.race is not None and len(folders) > 1:
-        results = _race(counter, list(folders), count, times)
-    else:
-        count(entries)
-        results = {one: counter.result(one) for one in entries}
+    racing = settings.race is not None and len(folders) > 1
+    with estimated(space, "score", answers_to_count, stage.folder) as reached:
+        if racing:
+            results = _race(counter, list(folders), count, times)
+        else:
+            count(entries)
+            results = {one: counter.result(one) for one in entries}
     counter.count([])  # the other ranks go on
 
     # 4) Choose by expected speed-up, counts times costs.

@@ -6,19 +6,22 @@ process can do is done by the first rank, and the others wait for the finished f
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import fingerprint, storage
+from ..data.backends.base import check_backend
 from ..data.capture.capture import capture, check_spread
-from ..data.capture.manifest import Part, content_digest, is_captured, join
-from ..data.capture.reuse import answers_digest
+from ..data.capture.manifest import Part, content_digest, finished_records, is_captured, join
+from ..data.capture.plan import plan_shards
+from ..data.capture.reuse import ReusableAnswers, answers_digest
+from ..data.chat_template import require_chat_template
 from ..data.conversation import as_served
 from ..data.mix import FORMAT as MIX_FORMAT
 from ..data.mix import MANIFEST as MIX_MANIFEST
@@ -29,7 +32,7 @@ from ..data.settings import TargetSource
 from ..data.sources import check_kinds, input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..data.store import Capture
-from ..errors import DraftforgeError, MissingFileError
+from ..errors import DraftforgeError, MissingFileError, named
 from ..eval.settings import SELECTION_SPLIT
 from ..eval.training_eval import SampledScore
 from ..progress import say
@@ -37,13 +40,16 @@ from ..registry.lineage import Version
 from ..specdec.formats import META_FILE
 from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.targets import resolve_device, sampling_defaults
-from ..train.checkpoints import claim, is_finished, list_steps, step_folder
+from ..train.checkpoints import claim, is_finished, list_steps, newest, step_folder
 from ..train.families import check_teacher_signals, family_of
-from ..train.families.initial_draft import INIT, store_initial_draft
-from ..train.loop import train
+from ..train.families.initial_draft import INIT, load_start, store_initial_draft
+from ..train.loop import check_engine, train
 from ..train.settings import Settings
 from ..train.throughput import MetricSink
+from .estimates import Work, conditions_of, estimated
 from .workspace import Workspace
+
+_LEAST_FREE_BYTES = 100_000_000  # for a mix, notes and a small draft; what a stage writes is estimated as it starts
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,8 @@ class Stages:
             str(resolve_device(recipe.target.device, recipe.target.dtype)[1]),
         ]
         if recipe.capture.answers is not None:
-            inputs.append(answers_digest(recipe.capture.answers))
+            with named("capture.answers"):
+                inputs.append(answers_digest(recipe.capture.answers))
         return stage_address(self.space, "capture", inputs)
 
     @property
@@ -212,15 +219,44 @@ def blended_mix(stages: Stages, old: str) -> Stage:
 
 
 def check_capture(stages: Stages) -> None:
-    """Check, before the capture, that a target that is sharded over ranks can answer here.
+    """Check, before the mix is built, what a capture needs beside it: device, disk, target, engine, given answers.
 
-    A sharded target only teaches; its answers must come from an engine or from recorded ones. Nothing is checked where
-    the capture is on disk already. Raises InputError where none of these is given, or where it cannot be loaded.
+    Raises what the stage itself would raise. Where the capture is on disk, only device and disk are looked at.
     """
-    recipe = stages.recipe
-    if recipe.target.shard and not is_captured(stages.capture.folder, recipe.capture.budget):
-        check_spread(recipe.capture)
-        _ = stages.space.target  # the stages would load it next
+    space, recipe, settings = stages.space, stages.recipe, stages.recipe.capture
+    # 1) The machine.
+    resolve_device(recipe.target.device, recipe.target.dtype)
+    storage.require_free_space(space.root, _LEAST_FREE_BYTES, "free some, or choose another workdir")
+    if is_captured(stages.capture.folder, settings.budget):
+        return
+    # 2) The target, which the stages would load next. A sharded one only teaches: an engine, or recorded answers,
+    #    must answer in its stead.
+    if recipe.target.shard:
+        check_spread(settings)
+    target = space.target
+    require_chat_template(target.tokenizer)
+    # 3) Who answers in its stead.
+    if space.first_rank:
+        check_backend(target, settings, recipe.score.sampling)
+        if settings.answers is not None:
+            ReusableAnswers(settings.answers, target.fingerprint)
+
+
+def check_training(stages: Stages, names: Collection[str]) -> None:
+    """Check, before the mix is built, what the training of these drafts needs beside answers: engine, start, target.
+
+    Raises what the stage itself would raise, about `drafts.NAME`. A training that is finished needs nothing.
+    """
+    space = stages.space
+    for name in names:
+        settings, folder = space.drafts[name], stages.training(name).folder
+        if is_finished(folder, settings.steps):
+            continue
+        with _naming(name):
+            check_engine(settings)
+            check_teacher_signals(settings, not space.recipe.capture.top_k)
+            if space.first_rank and not (folder / INIT).is_dir():
+                _check_start(stages, settings)
 
 
 def capture_stage(stages: Stages, part: Part | None = None) -> Stage:
@@ -230,17 +266,27 @@ def capture_stage(stages: Stages, part: Part | None = None) -> Stage:
         folder = folder.with_name(folder.name + part.suffix)
 
     def work() -> None:
-        if space.first_rank:
-            for name, settings in space.drafts.items():  # hours before the training would find it out
-                _check_start(space, name, settings)
         mix, scored, allowed = stages.mix.folder, recipe.score.sampling, recipe.mix.may_be_unanswered
-        capture(space.target, mix, recipe.capture, scored, folder, part, space.ranks, allowed)
+        with estimated(space, "capture", lambda: _answers_to_come(stages, folder, part), folder) as reached:
+            capture(space.target, mix, recipe.capture, scored, folder, part, space.ranks, allowed, reached)
 
     _once(space, folder, lambda: is_captured(folder, recipe.capture.budget), work, "capture", every_rank=True)
     if part is not None:
         return Stage(folder, stages.capture.fingerprint)
     stages.capture_is_new()
     return stages.captured
+
+
+def _answers_to_come(stages: Stages, folder: Path, part: Part | None) -> Work:
+    """Work of a capture: the answers that its folder lacks."""
+    recipe, target, settings = stages.recipe, stages.space.target, stages.recipe.capture
+    shards = plan_shards(load_mix(stages.mix.folder), settings, recipe.score.sampling)
+    if part is not None:
+        shards = part.shards(shards)
+    done = finished_records(folder, shards, content=False)
+    left = sum(len(shard.answers) for shard in shards if shard.name not in done)
+    asked = [recipe.target.model, str(target.dtype), settings.model_dump(mode="json")]
+    return Work(left, "answers", conditions_of(stages.space, target.device, *asked))
 
 
 def join_stage(stages: Stages, parts: Sequence[Path]) -> None:
@@ -260,7 +306,6 @@ def prepare_drafts(stages: Stages) -> None:
         needs_target = family_of(settings).needs_target(settings)
         if space.first_rank and not needs_target and not (folder / INIT).is_dir():
             data = Capture.open(stages.captured.folder, verify=False)
-            _check_start(space, name, settings)
             with _naming(name):
                 claim(folder, settings, space.recipe.seed, data)
                 store_initial_draft(settings, space.recipe.seed, data, folder, lambda: space.target)
@@ -276,11 +321,12 @@ def train_stage(stages: Stages, name: str, sink: MetricSink) -> Stage:
         return stage
     # 2) Read the answers, whose digests one rank verifies, and train.
     data = Capture.open(stages.captured.folder, verify=space.first_rank)
-    if space.first_rank and not (stage.folder / INIT).is_dir():
-        _check_start(space, name, settings)
     with _naming(name):
-        scorer = _training_scorer(space, settings, data)
-        train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, sink, scorer)
+        scorer, begun = _training_scorer(space, settings, data), newest(stage.folder) or 0
+        work = partial(_steps_to_come, space, settings, begun)
+        with estimated(space, f"train {name}", work, stage.folder) as reached:
+            watched = _WatchedSink(sink, reached, begun, settings.steps)
+            train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, watched, scorer)
     # 3) Say what must be served together, and give the memory back.
     if space.first_rank and family_of(settings).changes_target(settings):
         draft = step_folder(stage.folder, list_steps(stage.folder)[-1])
@@ -289,6 +335,24 @@ def train_stage(stages: Stages, name: str, sink: MetricSink) -> Stage:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return stage
+
+
+def _steps_to_come(space: Workspace, settings: Settings, begun: int) -> Work:
+    """Work of a training: the tokens of its steps after `begun` ones."""
+    kept = {name: value for name, value in settings.identity().items() if name not in ("steps", "warmup_steps")}
+    how = conditions_of(space, resolve_device("auto", "auto")[0], space.recipe.target.model, kept)
+    return Work((settings.steps - begun) * settings.tokens_per_step, "tokens", how)
+
+
+class _WatchedSink:
+    """Sink of a training's figures that also tells which share of its steps, after `begun` ones, is done."""
+
+    def __init__(self, sink: MetricSink, reached: Callable[[float], None], begun: int, steps: int) -> None:
+        self._sink, self._reached, self._begun, self._steps = sink, reached, begun, steps
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self._sink.log(step, values)
+        self._reached((step - self._begun) / max(self._steps - self._begun, 1))
 
 
 def _training_scorer(space: Workspace, settings: Settings, data: Capture) -> SampledScore | None:
@@ -318,14 +382,20 @@ def checkpoints_of(stage: Stage) -> dict[int, Path]:
     return {step: step_folder(stage.folder, step) for step in list_steps(stage.folder)}
 
 
-def _check_start(space: Workspace, name: str, settings: Settings) -> None:
-    """Refuse a draft that cannot be made of the target, whose start is missing, or that the capture cannot teach."""
-    with _naming(name):
-        check_teacher_signals(settings, not space.recipe.capture.top_k)
-        if settings.init_from is None:
-            family_of(settings).check(settings, lambda: space.target)
-        else:
-            _start_digest(settings, f"drafts.{name}")
+def _check_start(stages: Stages, settings: Settings) -> None:
+    """Check that a draft can be made of the target, or that the draft which it starts from fits.
+
+    Without the target, as its files are gone, the stage finds out itself what it can do.
+    """
+    space, captured = stages.space, stages.captured.folder
+    if settings.init_from is not None and (captured / CAPTURE_MANIFEST).is_file():
+        load_start(settings, settings.init_from, Capture.open(captured, verify=False))
+    elif not space.target_files:
+        return
+    elif settings.init_from is not None:
+        load_start(settings, settings.init_from, space.target)
+    else:
+        family_of(settings).check(settings, lambda: space.target)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from ..specdec.formats import read_meta
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import covered_since, fingerprint_of
 from .draft_scorer import Scorer
-from .promotion import kept_counts
+from .promotion import check_stages, kept_counts
 from .stages import Stage, Stages, mix_stage, stage_address
 from .staleness import Cause, Change, Staleness, mix_drift, tau_change
 from .workspace import Workspace, in_stage
@@ -183,6 +183,7 @@ def _unchanged(space: Workspace, version: Version) -> bool:
 def _new_target(space: Workspace, old: Version) -> list[Cause]:
     """Examine how far tau of a champion falls on the recipe's target, for which it was not trained."""
     # 1) A mix for this target.
+    _check_before_mix(space, old)
     with in_stage("mix"):
         inherit_mix(space, old)
         mix = load_mix(mix_stage(Stages(space)).folder)
@@ -218,6 +219,7 @@ def _traffic(space: Workspace, now: Version) -> list[Cause]:
     with in_stage("mix"):
         if _unchanged(space, now):
             return []
+        _check_before_mix(space, now)
         inherit_mix(space, now)
         stage = mix_stage(Stages(space))
         mix, theirs = load_mix(stage.folder), _mix_of(space, now)
@@ -225,6 +227,13 @@ def _traffic(space: Workspace, now: Version) -> list[Cause]:
     # 2) Another mix: how far its shares moved, and how the champion does on what is new in it.
     with in_stage("probe"):
         return [_drift(space, now, theirs, mix), _recent(space, now, mix, known)]
+
+
+def _check_before_mix(space: Workspace, old: Version) -> None:
+    """Check what the stages of a retraining need; of drafts that may start from the champion only `distill` can."""
+    warm = space.recipe.retrain.warm_start
+    drafts = {name for name, draft in space.drafts.items() if not (warm and draft.family == old.lineage.family)}
+    check_stages(Stages(space), drafts)
 
 
 def _mix_of(space: Workspace, version: Version) -> Stage | None:

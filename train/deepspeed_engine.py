@@ -18,7 +18,7 @@ from .families.base import Family, Inputs
 from .losses.linear_head import each_head
 from .optimizers import COUNTER, Moments, Muon, MuonAdamW, read_moments, set_rate, shards_of, state_after, write_moments
 from .settings import Settings
-from .training_engine import NonFiniteGradientError, clip
+from .training_engine import NO_DEEPSPEED, NonFiniteGradientError, clip
 
 _MOST_REDUCED = 500_000_000  # numbers; DeepSpeed's own default
 
@@ -147,10 +147,7 @@ def import_deepspeed() -> Any:
     try:
         import deepspeed
     except ImportError:
-        raise RecipeError(
-            "draft.engine deepspeed: the package is not installed; pip install 'draftforge[deepspeed]', "
-            "or set draft.engine=torch for one process"
-        ) from None
+        raise RecipeError(NO_DEEPSPEED) from None
     from deepspeed.utils import logger
 
     # The shared-memory collective counts as not compatible, so that it is never built.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,7 @@ from .optimizers import learning_rate, make_optimizer, reset_state
 from .settings import Settings
 from .stopping import CheckpointScore, StopRequest, TrainingStoppedError, best_steps, on_sigterm, stalled
 from .throughput import MetricLog, MetricSink, Pace, extend_digest, print_training_plan, smooth
-from .training_engine import Engine, NonFiniteGradientError, TorchEngine
+from .training_engine import NO_DEEPSPEED, Engine, NonFiniteGradientError, TorchEngine
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -152,6 +153,12 @@ def wants_deepspeed(settings: Settings) -> bool:
     if settings.engine == "auto":
         return world > 1 or torch.cuda.is_available()
     return settings.engine == "deepspeed"
+
+
+def check_engine(settings: Settings) -> None:
+    """Raise RecipeError where this launch cannot train: several ranks in plain torch, or DeepSpeed is not installed."""
+    if wants_deepspeed(settings) and find_spec("deepspeed") is None:
+        raise RecipeError(NO_DEEPSPEED)
 
 
 def make_engine(

@@ -15,6 +15,11 @@ from torch import Tensor, nn
 from .families.base import Family, Inputs
 from .optimizers import Moments, read_moments, set_rate, write_moments
 
+NO_DEEPSPEED = (
+    "draft.engine deepspeed: the package is not installed; pip install 'draftforge[deepspeed]', or set "
+    "draft.engine=torch for one process"
+)
+
 
 class NonFiniteGradientError(ArithmeticError):
     """The gradient's norm is infinite or NaN; weights and optimizer are as they were."""

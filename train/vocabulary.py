@@ -45,12 +45,17 @@ def count_tokens(capture: Capture) -> Tensor:
     return counts_V + expected_V / (expected_V.sum() + 1.0)
 
 
-def choose(counts_V: Tensor, size: int, always: Collection[int]) -> Tensor:
-    """Ids of the draft vocabulary, ascending: all of `always`, then the most frequent; ties go to the lower id."""
-    if size > len(counts_V):
-        raise InputError(f"draft.draft_vocabulary {size}: must not exceed the target's vocabulary of {len(counts_V)}")
+def check_size(size: int, vocabulary: int, always: Collection[int]) -> None:
+    """Raise InputError unless a draft vocabulary of `size` is a part of the target's and holds `always`."""
+    if size > vocabulary:
+        raise InputError(f"draft.draft_vocabulary {size}: must not exceed the target's vocabulary of {vocabulary}")
     if size < len(set(always)):
         raise InputError(f"draft.draft_vocabulary {size}: must hold the {len(set(always))} special and stop tokens")
+
+
+def choose(counts_V: Tensor, size: int, always: Collection[int]) -> Tensor:
+    """Ids of the draft vocabulary, ascending: all of `always`, then the most frequent; ties go to the lower id."""
+    check_size(size, len(counts_V), always)
 
     # Special and stop tokens rank above all others; the sort is stable, so equal counts keep the order of ids.
     ranked_V = counts_V.clone()

@@ -8,10 +8,11 @@ import torch
 
 from ...specdec.continuous_batching import DecodedAnswer, QueuedRequest
 from ...specdec.requests import Request
+from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target
 from ..capture.plan import Prompts, TurnRequest
 from ..settings import CaptureSettings
-from .vllm import LocalVllm, LogprobRequest, VllmServer, check_sampling
+from .vllm import LocalVllm, LogprobRequest, VllmServer, check_local, check_sampling
 
 
 class CaptureBackend(Protocol):
@@ -65,6 +66,28 @@ class EngineDecoder:
         return answers
 
 
+def check_backend(target: Target, settings: CaptureSettings, scored: Sequence[SamplingSettings]) -> None:
+    """Check the recipe's engine before there is anything to ask it: a server is reached and compared with the target,
+    vLLM for this process can be imported. Raises InputError, EngineError."""
+    backend = settings.engine
+    if backend is None:
+        return
+    check_sampling([settings.sampling, *scored])
+    if backend.url is None:
+        check_local(target)
+        return
+    # Any context will do as long as no prompt is known.
+    with closing(VllmServer(backend, backend.url, target, _wanted(target, settings), longest=0, slots=0)):
+        pass
+
+
+def _wanted(target: Target, settings: CaptureSettings) -> LogprobRequest:
+    """The log-probs that the engine returns: with signals of its own, those of the likeliest tokens too."""
+    assert settings.engine is not None
+    top_k = min(settings.top_k, target.vocab_size) if settings.engine.signals == "engine" else 0
+    return LogprobRequest(top_k, target.vocab_size, getattr(torch, settings.store_dtype))
+
+
 @contextmanager
 def open_engine(
     target: Target, turns: Sequence[TurnRequest], prompts: Prompts, settings: CaptureSettings
@@ -85,12 +108,9 @@ def open_engine(
         longest *= 2  # an answer that is read again may take more tokens than it was given in
     longest = min(longest, target.max_positions)
 
-    # The log-probs that it returns: with signals of its own, those of the likeliest tokens too.
-    top_k = min(settings.top_k, target.vocab_size) if backend.signals == "engine" else 0
-    wanted = LogprobRequest(top_k, target.vocab_size, getattr(torch, settings.store_dtype))
-    engine: CaptureBackend
-
     # Start it: a server that is checked over HTTP, or vLLM in this process; either is closed on leaving.
+    wanted = _wanted(target, settings)
+    engine: CaptureBackend
     if backend.url is not None:
         engine = VllmServer(backend, backend.url, target, wanted, longest, settings.batch_size)
     else:

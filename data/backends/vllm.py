@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -305,6 +306,26 @@ def _key(backend: VllmBackend) -> str | None:
     return key
 
 
+def check_local(target: Target) -> tuple[Any, Path]:
+    """The package vllm, and the model folder that it loads in this process. Raises InputError without either."""
+    # vLLM is an optional dependency.
+    try:
+        import vllm
+    except ImportError as error:
+        reason = one_line(error, 100)
+        raise InputError(
+            f"capture.backend: vLLM cannot be imported here ({reason}); install it, or give a server's url"
+        ) from None
+
+    # It loads the folder itself, so an adapter or a GGUF file of ours would be missed.
+    source = locate(target.settings)
+    if target.settings.adapter is not None or source.gguf_file is not None:
+        raise InputError(
+            "capture.backend: vLLM in this process takes a plain model folder; merge target.adapter, or serve it"
+        )
+    return vllm, source.folder
+
+
 class LocalVllm:
     """vLLM's engine in this process, stepped by `collect`.
 
@@ -312,28 +333,13 @@ class LocalVllm:
     """
 
     def __init__(self, backend: VllmBackend, target: Target, wanted: LogprobRequest, longest: int, slots: int) -> None:
-        # 1) vLLM is an optional dependency.
-        try:
-            import vllm
-        except ImportError as error:
-            reason = one_line(error, 100)
-            raise InputError(
-                f"capture.backend: vLLM cannot be imported here ({reason}); install it, or give a server's url"
-            ) from None
-
-        # 2) It loads the model's folder itself, so an adapter or a GGUF file of ours would be missed.
-        source = locate(target.settings)
-        if target.settings.adapter is not None or source.gguf_file is not None:
-            raise InputError(
-                "capture.backend: vLLM in this process takes a plain model folder; merge target.adapter, or serve it"
-            )
-
-        # 3) The engine, with raw log-probs and no sampling defaults of the model's `generation_config`.
+        vllm, folder = check_local(target)
+        # The engine, with raw log-probs and no sampling defaults of the model's `generation_config`.
         self._wanted, self._sampling = wanted, vllm.SamplingParams
         self._in_flight: dict[str, QueuedRequest] = {}
         on_gpu = target.device.type == "cuda"
         self._engine: Any = vllm.LLM(
-            model=str(source.folder),
+            model=str(folder),
             dtype=str(target.dtype).removeprefix("torch."),
             trust_remote_code=target.settings.trust_remote_code,
             max_model_len=longest,

@@ -178,6 +178,12 @@ class CaptureBudget:
         written, free = storage.size_text(self._written), storage.size_text(storage.free_bytes(self._folder))
         return ", ".join([*parts, f"{written} written", f"{free} free"])
 
+    @property
+    def share_done(self) -> float:
+        """Share of this run's work that is done, as far as can be foreseen; 0 before the first answer has ended."""
+        left, taken = self.seconds_left(), self._clock() - self._start
+        return 0.0 if left is None else taken / (taken + left)
+
     def seconds_left(self) -> float | None:
         """Seconds to the end of the answers, or of the budget if that comes first; None: no answer has ended yet."""
         elapsed = self._clock() - self._start

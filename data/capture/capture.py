@@ -10,7 +10,7 @@ can resume it.
 
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -60,6 +60,8 @@ class _Plan(NamedTuple):
     header: Json
     folder: Path
     reusable: ReusableAnswers | None
+    reached: Callable[[float], None]
+    """Is told the share of the work that is done."""
 
     @property
     def nothing_left(self) -> bool:
@@ -86,16 +88,17 @@ def capture(
     part: Part | None = None,
     ranks: Ranks = ALONE,
     may_be_unanswered: Collection[str] = (),
+    reached: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Answer the mix into `folder`, or finish what a stopped run left there; `part`: no more than that part of it.
 
     Train conversations are answered at their own sampling setting, selection and holdout once per `scored` setting.
     All `ranks` call it, and each answers a share. `may_be_unanswered`: domains of which it is right that no turn can be
-    asked. Raises StaleInputError for a folder of other inputs,
-    ContextLengthError, InputError, DiskFullError, EngineError, LostRankError.
+    asked. `reached` is told now and then which share of this rank's work is done. Raises StaleInputError for a folder
+    of other inputs, ContextLengthError, InputError, DiskFullError, EngineError, LostRankError.
     """
     conversations = as_served(load_mix(mix), target.sampling_defaults)
-    capture_conversations(target, conversations, settings, scored, folder, part, ranks, may_be_unanswered)
+    capture_conversations(target, conversations, settings, scored, folder, part, ranks, may_be_unanswered, reached)
 
 
 def capture_conversations(
@@ -107,6 +110,7 @@ def capture_conversations(
     part: Part | None = None,
     ranks: Ranks = ALONE,
     may_be_unanswered: Collection[str] | None = None,
+    reached: Callable[[float], None] = lambda share: None,
 ) -> None:
     """Capture conversations that are given directly and not as a mix folder; see `capture`.
 
@@ -127,7 +131,7 @@ def capture_conversations(
     budget = settings.budget
     if part is not None:
         shards, settings = part.shards(shards), part.settings(settings)
-    plan = _Plan(target, settings, budget, shards, header, folder, reusable)
+    plan = _Plan(target, settings, budget, shards, header, folder, reusable, reached)
     _check_same_plan(plan, ranks)
     done = ranks.first and check_claim(folder, header) and plan.nothing_left
     if ranks.broadcast(f"{folder.name}: whether it is done", done):
@@ -274,8 +278,14 @@ def _answer(plan: _Plan, prompts: Prompts, shards: Sequence[ShardPlan], earlier:
         bar(title, len(answers), "answers", remaining=False) as tick,
         ThreadPoolExecutor(1) as writer,
     ):
+
+        def advance(amount: float, note: str = "") -> None:
+            tick(amount, note)
+            if note:  # computed twice a second at most
+                plan.reached(budget.share_done)
+
         budget = CaptureBudget(
-            plan.folder, shards, [earlier], prompts, settings, settings.budget, tick, writers=ranks.world_size
+            plan.folder, shards, [earlier], prompts, settings, settings.budget, advance, writers=ranks.world_size
         )
         start, writing, names = time.monotonic(), list[tuple[ShardPlan, Future[Json]]](), list[str]()
         about = {} if engine is None else {"engine": engine.about}

@@ -13,7 +13,6 @@ from draftforge.pipeline import distill as flow
 from draftforge.pipeline.stages import captured_stages
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
-from draftforge.specdec.targets import Target
 
 Write = Callable[..., Path]
 
@@ -80,13 +79,7 @@ def test_parts_of_three_work_folders_are_the_capture_of_one(write_recipe: Write,
         flow.capture(home, part="1/3", parts=parts)
 
 
-def test_more_parts_than_shards_are_refused_before_the_target_is_loaded(
-    write_recipe: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*args: object) -> None:
-        raise AssertionError("loaded")
-
-    monkeypatch.setattr(Target, "load", load)
+def test_more_parts_than_shards_are_refused_before_any_answer(write_recipe: Write, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^--part 1/1000: there are \d+ shards"):
         flow.capture(load_recipe(write_recipe()), part="1/1000")
     assert not list((tmp_path / "work").glob("capture-*"))

@@ -1,15 +1,19 @@
 """What would fail only after the training is found out before any work, in one line that names the field."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import loads
 import pytest
 from byte_level import byte_level_tokenizer
+from distilled import Distilled
 from stand_ins import llama
+from trained import Trained
 
-from draftforge.errors import CorruptDataError, InputError, MissingFileError
+from draftforge.errors import CorruptDataError, DiskFullError, DraftforgeError, InputError, MissingFileError
 from draftforge.eval.cost_table import read_tables, write_tables
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import retrain, workspace
@@ -20,6 +24,7 @@ from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.formats.gguf.layouts import write_llama
 from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import context_length
+from draftforge.train import loop
 
 WriteRecipe = Callable[..., Path]
 LOAD = {"engine": "vllm", "batch_sizes": {1: 1.0}, "context_tokens": 300, "answer_tokens": 16}
@@ -29,6 +34,63 @@ VERBS: dict[str, Callable[[Recipe], object]] = {
     "promote": flow.promote,
     "retrain": lambda recipe: retrain.retrain(recipe),
 }
+ALL: dict[str, Callable[[Recipe], object]] = {"capture": flow.capture, "train": flow.train, **VERBS}
+GATED = ("distill", "promote", "retrain")
+SERVER = "capture.backend={kind: vllm, url: 'http://127.0.0.1:9', retries: 0"
+LORA = "{rank: 2, targets: [nothing]}"
+FAULTS: list[tuple[tuple[str, ...], list[str], str]] = [
+    # the target, the machine, who answers
+    ((*ALL,), ["target.model=./nowhere"], r"target\.model: .*nowhere: no such folder"),
+    ((*ALL,), ["target.device=cuda:7"], r"target\.device: cuda:7: there are \d+ CUDA devices"),
+    ((*ALL,), ["target.model=UNTALKING"], r"has no chat template"),
+    ((*ALL,), ["capture.answers=./nowhere"], r"capture\.answers: .*nowhere/answers\.json: no such file"),
+    ((*ALL,), [f"{SERVER}}}"], r"capture\.backend\.url"),
+    (
+        (*ALL,),
+        [f"{SERVER}, api_key_env: NO_SUCH_KEY}}"],
+        r"api_key_env: the environment variable NO_SUCH_KEY is not set",
+    ),
+    (
+        (*ALL,),
+        [f"{SERVER}}}", "score.sampling=[{temperature: 1.0, min_p: 0.1, top_p: 0.5}]"],
+        r"vLLM applies min_p before",
+    ),
+    # the drafts
+    ((*ALL,), ["drafts.small.engine=deepspeed"], r"drafts\.small\.engine deepspeed: the package is not installed"),
+    ((*ALL,), ["capture.top_k=0"], r"drafts\.small\.family = small: is taught by stored signals"),
+    ((*ALL,), ["drafts.small.layers=[0, 99]"], r"drafts\.small\.layers \[0, 99\]: must start at 0 and end at"),
+    ((*ALL,), [f"drafts.small.lora={LORA}"], r"drafts\.small\.lora: targets \['nothing'\]"),
+    ((*ALL,), ["drafts.small={family: small, from_model: ./nowhere}"], r"drafts\.small\.from_model: .*no such folder"),
+    (
+        (*ALL,),
+        [f"drafts.small={{family: small, from_model: OTHER, lora: {LORA}}}"],
+        r"drafts\.small\.lora: targets \['nothing'\]",
+    ),
+    ((*ALL,), ["drafts.small={family: small, from_model: UNTALKING}"], r"drafts\.small\.from_model: .*: tokenizer"),
+    ((*ALL,), ["drafts.small.init_from=./nowhere"], r"drafts\.small\.init_from: .*nowhere: no such draft folder"),
+    ((*ALL,), ["drafts.small.init_from=HEAD"], r"drafts\.small\.init_from: .*: is of family eagle3"),
+    ((*ALL,), ["drafts.eagle3.aux_layers=[1, 2, 99]"], r"drafts\.eagle3\.aux_layers = .*the target's last layer"),
+    ((*ALL,), ["drafts.eagle3.draft_vocabulary=9999"], r"drafts\.eagle3\.draft_vocabulary 9999: must not exceed"),
+    (
+        ("capture", "train"),  # such a draft is not scored
+        [f"drafts.small={{family: medusa, backbone: {{lora: {LORA}}}}}"],
+        r"drafts\.small\.backbone\.lora: targets",
+    ),
+    # the score
+    ((*VERBS,), ["score.draft_device=cuda:7"], r"score\.draft_device: cuda:7: there are \d+ CUDA devices"),
+    ((*VERBS,), ["score.costs.rounds=5000"], r"score\.costs\.rounds = 5000: so many rounds"),
+    (
+        (*VERBS,),
+        ["score.trees={both: {kind: merged, drafts: [HEAD]}}"],
+        r"score\.trees\.both: .*drafts with another tokenizer",
+    ),
+    # gate, registry, command
+    (GATED, ["gate.min_speedup=1", "score.confidence=0.9"], r"score\.confidence = 0\.9: gate\.confidence asks for"),
+    (GATED, ["score.max_conversations=1"], r"score\.max_conversations = 1: .* 2 clusters of gate\.min_clusters"),
+    (GATED, ["promotion.command=[no-such-program]"], r"promotion\.command no-such-program: no such program"),
+    (GATED, ["registry.tracking_uri=http://127.0.0.1:9", "registry.connect_seconds=0.5"], r"127\.0\.0\.1:9"),
+]
+"""Verbs that refuse these values of a recipe, and in which words."""
 
 
 def score(**changes: Any) -> dict[str, Any]:
@@ -41,6 +103,73 @@ def test_a_load_beyond_the_targets_context_is_refused_before_any_work(verb: str,
     with pytest.raises(InputError, match=r"^score\.load\.context_tokens 5000: .* fit the target's context"):
         VERBS[verb](recipe)
     assert not list(recipe.workdir.glob("mix-*"))
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tiny_target_folder: Path, trained_drafts: Trained, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """A model with another tokenizer, without a chat template; one with the target's; a draft of another target."""
+    other = shutil.copytree(tiny_target_folder, tmp_path_factory.mktemp("other") / "model")
+    head = trained_drafts.draft_folders["eagle3"]
+    return {"UNTALKING": str(trained_drafts.target_folder), "OTHER": str(other), "HEAD": str(head)}
+
+
+@pytest.mark.parametrize(("verb", "changes", "said"), [(verb, *fault) for verbs, *fault in FAULTS for verb in verbs])
+def test_what_needs_no_result_is_found_out_before_the_mix(
+    verb: str,
+    changes: list[str],
+    said: str,
+    write_recipe: WriteRecipe,
+    folders: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "find_spec", lambda name: None)  # no DeepSpeed
+    for name, folder in folders.items():
+        changes = [change.replace(name, folder) for change in changes]
+    recipe = load_recipe(write_recipe(), changes)
+    with pytest.raises(DraftforgeError, match=said):
+        ALL[verb](recipe)
+    assert not [path for path in recipe.workdir.glob("*-*") if not path.name.startswith("mlflow")]
+
+
+@pytest.mark.parametrize("verb", ALL)
+def test_a_full_disk_is_found_out_before_the_mix(
+    verb: str, write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(write_recipe())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000_000))
+    with pytest.raises(DiskFullError, match=r"work: 10\.0 MB free, 100 MB needed"):
+        ALL[verb](recipe)
+    assert not list(recipe.workdir.glob("mix-*"))
+
+
+def test_a_given_draft_that_does_not_fit_is_found_out_before_the_mix(
+    write_recipe: WriteRecipe, folders: dict[str, str]
+) -> None:
+    recipe = load_recipe(write_recipe())
+    with pytest.raises(InputError, match="drafts with another tokenizer"):
+        flow.score(recipe, folders["HEAD"])
+    assert not list(recipe.workdir.glob("mix-*"))
+
+
+def test_new_traffic_is_mixed_once_the_retraining_can_go_on(
+    distilled_once: Distilled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A champion whose traffic changed; what starts from it is checked when its start is known."""
+    work, log = tmp_path / "work", tmp_path / "new.jsonl"
+    shutil.copytree(distilled_once.recipe.parent / "work", work)
+    log.write_text("".join(f'{{"id": "{i}", "domain": "news", "turns": ["What is new in {i}?"]}}\n' for i in range(40)))
+    changed = [f"workdir={work}", f"mix.sources=[{{kind: turns, path: '{log}'}}]"]
+    mixes = {path.name for path in work.glob("mix-*")}
+    for fault, said in (
+        (f"{SERVER}}}", "capture.backend.url"),
+        ("drafts.other={family: eagle, engine: deepspeed, steps: 2, warmup_steps: 1}", "is not installed"),
+    ):
+        monkeypatch.setattr(loop, "find_spec", lambda name: None)
+        with pytest.raises(DraftforgeError, match=said):
+            retrain.retrain(load_recipe(distilled_once.recipe, [*changed, fault]))
+        assert {path.name for path in work.glob("mix-*")} == mixes
 
 
 def test_a_draft_of_anybodys_is_not_refused_for_the_recipes_trees(write_recipe: WriteRecipe) -> None:

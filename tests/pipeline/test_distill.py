@@ -10,6 +10,7 @@ from draftforge.data.mix import load_manifest
 from draftforge.errors import InputError
 from draftforge.pipeline import export, stages
 from draftforge.pipeline.distill import distill
+from draftforge.pipeline.estimates import ESTIMATES_FILE
 from draftforge.pipeline.export import verifier_of
 from draftforge.pipeline.retrain import retrain_champion
 from draftforge.pipeline.workspace import Workspace
@@ -40,6 +41,9 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     assert [point.step for point in tau] == [2, 4]
     assert [point.step for point in space.tracking.client.get_metric_history(now.run_id, "train/small/loss")]
     assert "lookup" in table and "plain" in table and "chosen" in table
+    took = read_object(space.root / ESTIMATES_FILE)  # for the estimates of the next ones
+    assert took.keys() == {"capture", "train small", "train eagle3", "score"}
+    assert all(one["amount"] > 0 and one["bytes"] > 0 for one in took.values())
     serve = next(line for line in table.splitlines() if line.startswith(f"vllm serve {recipe_target(recipe)} "))
     assert f'"num_speculative_tokens": {now.lineage.plan.chain_tokens}' in serve and str(space.root / "models") in serve
 

@@ -220,10 +220,10 @@ def default_aux_layers(total: int) -> tuple[int, int, int]:
     return usual if usual[0] < usual[1] < usual[2] else (1, (total + 1) // 2, total)
 
 
-def check_same_tokenizer(field: str, source: str, digest: str, capture: Capture) -> None:
-    """Raise TokenizerMismatchError unless the draft from `source` reads the target's ids."""
-    if digest != capture.tokenizer_digest:
+def check_same_tokenizer(field: str, source: str, digest: str, fits: Target | Capture) -> None:
+    """Raise TokenizerMismatchError unless the draft from `source` reads the target's ids. `fits`: target or capture."""
+    if digest != fits.tokenizer_digest:
         raise TokenizerMismatchError(
             f"{field}: {source}: tokenizer {fingerprint.short(digest)}, must be the target's "
-            f"{fingerprint.short(capture.tokenizer_digest)}"
+            f"{fingerprint.short(fits.tokenizer_digest)}"
         )

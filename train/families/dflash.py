@@ -23,7 +23,7 @@ from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import DFlashSettings
 from .base import Inputs, LoadTarget, Start
-from .feature_family import FeatureFamily, copy_tables, head_incompatibility, seeded_init
+from .feature_family import FeatureFamily, check_vocabulary, copy_tables, head_incompatibility, seeded_init
 from .initial_weights import evenly_spaced_layers, layer_fields
 
 
@@ -148,8 +148,9 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
 
     @classmethod
     def check(cls, settings: DFlashSettings, load_target: LoadTarget) -> None:
-        """Check that the target has the layers that are read, and a token for the mask."""
+        """Check that the target has the layers that are read, the tokens that are drafted, and one for the mask."""
         target = load_target()
+        check_vocabulary(settings, target)
         read_layers(settings, target.num_layers)
         mask_token(settings, target)
 

@@ -21,7 +21,7 @@ from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import Eagle3Settings
 from .base import Inputs, LoadTarget, Start, resolve_aux_layers
-from .feature_family import FeatureFamily, copy_tables, head_incompatibility, seeded_init
+from .feature_family import FeatureFamily, check_vocabulary, copy_tables, head_incompatibility, seeded_init
 from .initial_weights import layer_fields
 from .ttt_alignment import Alignment
 
@@ -67,8 +67,10 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
 
     @classmethod
     def check(cls, settings: Eagle3Settings, load_target: LoadTarget) -> None:
-        """Check that the target has the layers that are read."""
-        resolve_aux_layers(settings.aux_layers, load_target().num_layers)
+        """Check that the target has the layers that are read, and the tokens that are drafted."""
+        target = load_target()
+        resolve_aux_layers(settings.aux_layers, target.num_layers)
+        check_vocabulary(settings, target)
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:

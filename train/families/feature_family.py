@@ -19,6 +19,7 @@ from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from ..losses.linear_head import LossSettings, head_of
 from ..settings import DFlashSettings, Eagle3Settings, EagleSettings, MedusaSettings
+from ..vocabulary import check_size
 from .base import DraftT, Family
 from .target_features import Features, FeatureSource, LiveTeacher, check_live
 
@@ -85,6 +86,13 @@ def copy_tables(draft: Eagle3Draft | DFlashDraft, target: CausalModel) -> None:
         draft.lm_head.weight.copy_(rows_VH[draft.draft_ids])
     if draft.embed_tokens is not None:
         draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight.float().cpu())
+
+
+def check_vocabulary(settings: HeadSettings, target: Target) -> None:
+    """Raise InputError for a draft vocabulary that is no part of the target's, or lacks its special and stop tokens."""
+    if settings.draft_vocabulary is not None:
+        always = {*target.tokenizer.all_special_ids, *target.stop_ids}
+        check_size(settings.draft_vocabulary, target.vocab_size, always)
 
 
 def head_incompatibility(settings: HeadSettings, draft: Eagle3Draft | DFlashDraft, source: str) -> str | None:

@@ -11,7 +11,8 @@ import torch
 from ... import __version__
 from ...data.store import Capture
 from ...errors import InputError
-from ...specdec.formats.checkpoint import META_FILE, DraftMeta, load_draft, read_meta, save_draft
+from ...specdec.formats.checkpoint import META_FILE, DraftMeta, LoadedDraft, load_draft, read_meta, save_draft
+from ...specdec.targets import Target
 from ..settings import Settings
 from . import family_of
 from .base import LoadTarget, Start, check_same_tokenizer
@@ -53,22 +54,31 @@ def store_initial_draft(settings: Settings, seed: int, capture: Capture, folder:
     return init
 
 
-def _warm_start(settings: Settings, source: Path, capture: Capture) -> Start:
+def load_start(settings: Settings, source: Path, fits: Target | Capture) -> LoadedDraft:
+    """Load the draft of a warm start, on the CPU. `fits`: the target, or the capture of its answers.
+
+    Raises InputError, TokenizerMismatchError where it is of another family, tokenizer, vocabulary or shape.
+    """
     # Family and tokenizer are told by the record, before any weights are loaded.
     meta = read_meta(source)
     where = f"draft.init_from: {source}"
     if meta.family != settings.family:
         raise InputError(f"{where}: is of family {meta.family}, but draft.family is {settings.family}")
-    check_same_tokenizer("draft.init_from", str(source), meta.tokenizer_digest, capture)
+    check_same_tokenizer("draft.init_from", str(source), meta.tokenizer_digest, fits)
 
-    # Vocabulary, shape and context are told by the draft.
-    draft = load_draft(source, torch.device("cpu"), torch.float32).draft
-    if draft.vocab_size != capture.vocab_size:
-        raise InputError(f"{where}: vocabulary {draft.vocab_size}, the target's is {capture.vocab_size}")
-    family = family_of(settings)
-    if (odd := family.incompatibility(settings, draft, f"init_from {source}")) is not None:
+    # Vocabulary and shape are told by the draft.
+    loaded = load_draft(source, torch.device("cpu"), torch.float32)
+    if loaded.draft.vocab_size != fits.vocab_size:
+        raise InputError(f"{where}: vocabulary {loaded.draft.vocab_size}, the target's is {fits.vocab_size}")
+    if (odd := family_of(settings).incompatibility(settings, loaded.draft, f"init_from {source}")) is not None:
         raise InputError(f"draft.{odd}")
-    family.check_capture(draft, capture, where)
+    return loaded
+
+
+def _warm_start(settings: Settings, source: Path, capture: Capture) -> Start:
+    # Its context must hold the captured samples too.
+    draft, meta = load_start(settings, source, capture)
+    family_of(settings).check_capture(draft, capture, f"draft.init_from: {source}")
 
     # Only a small draft is served on its own, with a tokenizer.
     has_tokenizer = settings.family == "small"

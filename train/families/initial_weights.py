@@ -28,6 +28,15 @@ def add_lora(model: PreTrainedModel, lora: LoraSettings, field: str) -> None:
         raise InputError(f"{field}: targets {lora.targets}: {' '.join(str(error).split())}") from None
 
 
+def check_lora(config: Any, lora: LoraSettings, field: str) -> None:
+    """Raise InputError, whose line begins with `field`, for targets that a model of this configuration does not have.
+
+    The model is made without weights.
+    """
+    with torch.device("meta"):
+        add_lora(AutoModelForCausalLM.from_config(config), lora, field)
+
+
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Activation checkpointing of a model in evaluation mode: its layers are computed again in the backward pass.
 

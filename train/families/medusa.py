@@ -35,7 +35,7 @@ from ..losses.linear_head import Head, LossSettings, Rows, head_loss
 from ..settings import BackboneSettings, MedusaSettings
 from .base import ExtraLoss, Inputs, LoadTarget, Start, bytes_of
 from .feature_family import FeatureFamily
-from .initial_weights import add_lora, checkpoint_activations, merged_weights
+from .initial_weights import add_lora, check_lora, checkpoint_activations, merged_weights
 from .ttt_alignment import Alignment
 
 
@@ -144,9 +144,11 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
 
     @classmethod
     def check(cls, settings: MedusaSettings, load_target: LoadTarget) -> None:
-        """Check that a target that is to be trained has plain weights; any other target fits."""
+        """Check that a target that is to be trained has plain weights and the adapted modules; any other one fits."""
         if settings.backbone is not None:
-            check_trainable(load_target())
+            target = load_target()
+            check_trainable(target)
+            check_lora(target.config, settings.backbone.lora, "draft.backbone.lora")
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:

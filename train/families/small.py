@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.batches import Batch, moved
 from ...data.conversation import Split
@@ -22,7 +22,17 @@ from ..losses.linear_head import Head, LossSettings, Rows, head_of
 from ..losses.objectives import StoredDistribution, stored_entries
 from ..settings import SmallSettings
 from .base import Family, Inputs, LoadTarget, Start, check_same_tokenizer
-from .initial_weights import add_lora, check_layers, checkpoint_activations, evenly_spaced_layers, merged_weights, prune
+from .initial_weights import (
+    add_lora,
+    check_layers,
+    check_lora,
+    checkpoint_activations,
+    evenly_spaced_layers,
+    layers_prefix,
+    merged_weights,
+    prune,
+    prune_config,
+)
 from .on_policy import OwnAnswers
 from .target_features import FeatureSource, LiveTeacher, check_live
 
@@ -101,9 +111,17 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
 
     @classmethod
     def check(cls, settings: SmallSettings, load_target: LoadTarget) -> None:
-        """Check that the target has the layers that are kept."""
-        if settings.from_model is None:
-            _kept_layers(settings, load_target().num_layers)
+        """Check that the target has the layers that are kept, or that the other model has its tokenizer; and that the
+        draft has the adapted modules."""
+        target = load_target()
+        if settings.from_model is not None:
+            _other_tokenizer(settings, settings.from_model, target)
+            config = AutoConfig.from_pretrained(settings.from_model, **_hub_options(settings))
+        else:
+            layers_prefix(target.model, target.num_layers)
+            config = prune_config(target.config, _kept_layers(settings, target.num_layers))
+        if settings.lora is not None:
+            check_lora(config, settings.lora, "draft.lora")
 
     @classmethod
     def check_capture(cls, draft: SmallDraft, capture: Capture, where: str) -> None:
@@ -165,19 +183,28 @@ def _kept_layers(settings: SmallSettings, total: int) -> list[int]:
     return settings.layers
 
 
-def _other_model(
-    settings: SmallSettings, name: str, capture: Capture
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _hub_options(settings: SmallSettings) -> dict[str, Any]:
+    return {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+
+
+def _other_tokenizer(settings: SmallSettings, name: str, fits: Target | Capture) -> PreTrainedTokenizerBase:
+    """Tokenizer of another model, which must be the target's."""
     # A name that looks like a path must be one: otherwise it would be looked up on the hub.
-    options: dict[str, Any] = {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
     where = f"draft.from_model: {name}"
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
         raise MissingFileError(f"{where}: no such folder")
+    tokenizer = load_tokenizer(name, where, **_hub_options(settings))
+    check_same_tokenizer("draft.from_model", name, tokenizer_digest(tokenizer), fits)
+    return tokenizer
 
+
+def _other_model(
+    settings: SmallSettings, name: str, capture: Capture
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # The tokenizer is checked before the weights are loaded.
-    tokenizer = load_tokenizer(name, where, **options)
-    check_same_tokenizer("draft.from_model", name, tokenizer_digest(tokenizer), capture)
-    model = load_model(name, where, dtype=torch.float32, use_safetensors=True, **options)
+    tokenizer = _other_tokenizer(settings, name, capture)
+    options = _hub_options(settings)
+    model = load_model(name, f"draft.from_model: {name}", dtype=torch.float32, use_safetensors=True, **options)
     if model.get_output_embeddings().weight.shape[0] != capture.vocab_size:
         model.resize_token_embeddings(capture.vocab_size)  # rows past the tokenizer's last id are padding
     return model, tokenizer

@@ -1,0 +1,121 @@
+"""What a stage will take: by the last one of its kind, or by its own beginning; and what it took."""
+
+from pathlib import Path
+
+import pytest
+
+from draftforge.pipeline import estimates
+from draftforge.pipeline.estimates import ESTIMATES_FILE, Needs, StageEstimate, Work, duration_text
+from draftforge.storage import read_object, write_json
+
+SECOND = Work(200, "answers", "cpu")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(estimates, "say", lines.append)
+    monkeypatch.setattr(estimates.storage, "free_bytes", lambda folder: 84e9)
+    return lines
+
+
+def run(root: Path, work: Work, clock: Clock, seconds: float, size: int, number: int = 1) -> StageEstimate:
+    """A capture that takes so long, and writes so much."""
+    folder = root / f"capture-{number}"
+    estimate = StageEstimate(root, "capture", work, folder, clock)
+    estimate.begin()
+    folder.mkdir(exist_ok=True)
+    (folder / f"{clock.now:.0f}").write_bytes(bytes(size))
+    clock.now += seconds
+    estimate.end()
+    return estimate
+
+
+def test_the_last_of_its_kind_tells_in_proportion(tmp_path: Path, clock: Clock, said: list[str]) -> None:
+    run(tmp_path, Work(100, "answers", "cpu"), clock, seconds=50, size=3000)
+    assert said == []  # nothing to go by, and over before its own beginning could tell
+    second = run(tmp_path, SECOND, clock, seconds=150, size=5000, number=2)
+    assert second.needs == Needs(100, 6000)
+    assert said == [
+        "capture: 200 answers, estimated 1 min 40 s and 6.00 kB on disk (84.0 GB free), "
+        "by capture-1: 2 answers a second",
+        "capture: estimated 1 min 40 s and 6.00 kB on disk; took 2 min 30 s and 5.00 kB on disk",
+    ]
+    # A resumed one finds what is there already: only what it adds counts.
+    resumed = run(tmp_path, Work(20, "answers", "cpu"), clock, seconds=15, size=500, number=2)
+    assert resumed.needs == Needs(15, 500)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        None,
+        {"conditions": "gpu", "unit": "answers", "amount": 1, "seconds": 1, "bytes": 1},
+        {"conditions": "cpu", "unit": "tokens", "amount": 1, "seconds": 1, "bytes": 1},
+        {"conditions": "cpu", "unit": "answers", "amount": 0, "seconds": 1, "bytes": 1},
+        {"conditions": "cpu", "unit": "answers", "amount": 1, "seconds": "1", "bytes": 1},
+        {"conditions": "cpu", "unit": "answers", "amount": 1, "seconds": 1},
+    ],
+)
+def test_what_was_made_otherwise_tells_nothing(record: object, tmp_path: Path, clock: Clock, said: list[str]) -> None:
+    write_json(tmp_path / ESTIMATES_FILE, {"capture": record, "score": "kept as it is not"})
+    estimate = StageEstimate(tmp_path, "capture", SECOND, tmp_path / "new", clock)
+    estimate.begin()
+    assert estimate.needs is None and said == []
+
+
+def test_a_damaged_file_is_said_and_written_anew(tmp_path: Path, clock: Clock, said: list[str]) -> None:
+    (tmp_path / ESTIMATES_FILE).write_text("{")
+    run(tmp_path, SECOND, clock, seconds=1, size=1)
+    assert "estimates begin anew" in said[0]
+    assert read_object(tmp_path / ESTIMATES_FILE)["capture"]["amount"] == 200
+
+
+def test_without_one_its_own_beginning_tells(tmp_path: Path, clock: Clock, said: list[str]) -> None:
+    folder = tmp_path / "capture-1"
+    folder.mkdir()
+    (folder / "before").write_bytes(bytes(100))
+    estimate = StageEstimate(tmp_path, "capture", SECOND, folder, clock)
+    clock.now += 19
+    estimate.reached(0.1)  # too soon
+    assert said == []
+    (folder / "new").write_bytes(bytes(1000))
+    clock.now += 6
+    for share in (0.0, 1.0, 0.25, 0.5):  # nothing done, all of it, what tells, and too late
+        estimate.reached(share)
+    assert estimate.needs == Needs(100, 4000)
+    clock.now += 55
+    estimate.end()
+    assert said == [
+        "capture: 200 answers, estimated 1 min 40 s and 4.00 kB on disk (84.0 GB free), by its first 25 s, 25.0% of it",
+        "capture: estimated 1 min 40 s and 4.00 kB on disk; took 1 min 20 s and 1.00 kB on disk",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 0 s"),
+        (310, "5 min 10 s"),
+        (3599.6, "1 h 0 min"),
+        (12000, "3 h 20 min"),
+        (3.6e6, "1,000 h 0 min"),
+    ],
+)
+def test_a_duration_has_two_units(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
