@@ -21,8 +21,8 @@ _STARTS = r"(?<![\w-])"
 _VALUE = r"[^\s&\"',;)}\]]+"
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 _RULES = [
-    # User and password of an address; a password may hold a slash.
-    (r"//(?:[^\s/@]{0,256}|[^\s/@:]{0,128}:[^\s@\"']{0,256})@", f"//{MASK}@"),
+    # User and password of an address; a password may hold a slash or an @, so the last @ counts.
+    (r"//(?:[^\s/@:]{0,128}:[^\s\"']{0,256}|[^\s/]{0,256})@", f"//{MASK}@"),
     (r"\b(authorization\"?\s{0,8}[:=]\s{0,8}\"?(?:(?:bearer|basic|token)\s+)?)[^\s\"',]+", rf"\1{MASK}"),
     (r"\b((?:bearer|basic)\s+)(?=[^\s\"']{0,256}[\d=])[\w+/=.~-]{8,}", rf"\1{MASK}"),
     # name=value, --name value, "name": "value"; and name: value where the value has a digit, as errors begin so.

@@ -14,6 +14,7 @@ from draftforge.masking import masked, masked_value
     [
         ("see http://u:p@h:1/x and mysql://r:s@t/d", "see http://***@h:1/x and mysql://***@t/d"),
         ("postgresql://user:pa/ss@host/db", "postgresql://***@host/db"),
+        ("http://me:s3cr@et/x@127.0.0.1:9 and http://token@host", "http://***@127.0.0.1:9 and http://***@host"),
         ("https://host/x?sig=abc%20&y=1", "https://host/x?sig=***&y=1"),
         ("AWS_SECRET_ACCESS_KEY=abc next", "AWS_SECRET_ACCESS_KEY=*** next"),
         ('{"api_key": "abc", "n": 1}', '{"api_key": "***", "n": 1}'),
