@@ -3,11 +3,10 @@
 transformers itself raises whatever its readers raise, prints a report of many lines, and leaves missing weights random.
 """
 
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import transformers
@@ -16,18 +15,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from ..errors import DraftforgeError, FormatError, one_line
 from ..progress import say
 from .expressions import check_tokenizer_expressions
+from .gguf_header import read_header
+from .model_folder import check_folder, check_size
 
 _OURS = (DraftforgeError, MemoryError, torch.OutOfMemoryError)
 
 
 def load_model(source: str | Path, where: str, only_known: bool = False, **options: Any) -> PreTrainedModel:
-    """Load a causal LM with every weight from the files.
+    """Load a causal LM with every weight from the files, once it is seen to need no more memory than they suggest.
 
     `where` begins the error's line; `only_known`: also refuse files with tensors that the model does not read. Raises
     FormatError.
     """
-    # Mismatched shapes are let through here, to be refused below in one line.
+    # A hub id is checked as far as transformers does.
+    folder, code = Path(source), {"trust_remote_code": bool(options.get("trust_remote_code"))}
     with refused(where):
+        if folder.is_dir():
+            check_folder(folder, where, code["trust_remote_code"])
+            check_size(folder, where, options.get("gguf_file"), **code)
+        # Mismatched shapes are let through here, to be refused below in one line.
         model, info = AutoModelForCausalLM.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -72,8 +78,6 @@ def _check_weights(where: str, info: dict[str, Any], kinds: tuple[str, ...]) -> 
 _KINDS = {"llama": "BPE", "gpt2": "BPE", "t5": "Unigram", "bert": "WordPiece"}
 _RIGHT_FOR_GEMMA = "5.24"
 _START = "tokenizer.ggml."
-_NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
 
 
 def as_the_file_says(tokenizer: PreTrainedTokenizerBase, path: Path, where: str) -> PreTrainedTokenizerBase:
@@ -82,8 +86,8 @@ def as_the_file_says(tokenizer: PreTrainedTokenizerBase, path: Path, where: str)
     Raises FormatError where transformers made a tokenizer of another kind than the file's.
     """
     # 1) The tokenizer's keys of the file.
-    with path.open("rb") as file:
-        keys = {name.removeprefix(_START): value for name, value in _keys(file) if name.startswith(_START)}
+    stored = read_header(path).keys
+    keys = {name.removeprefix(_START): value for name, value in stored.items() if name.startswith(_START)}
     # 2) A tokenizer of another kind would give wrong tokens without an error.
     backend = getattr(tokenizer, "backend_tokenizer", None)
     kind, found = keys.get("model"), None if backend is None else type(backend.model).__name__
@@ -102,39 +106,3 @@ def as_the_file_says(tokenizer: PreTrainedTokenizerBase, path: Path, where: str)
 def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer puts its begin-of-text token before a text."""
     return tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
-
-
-def _keys(file: BinaryIO) -> Iterator[tuple[str, Any]]:
-    """Read all keys of a GGUF file, lists as None.
-
-    The `gguf` package takes many seconds to keep every token of a large vocabulary.
-    """
-    _, _, _, count = _read(file, "4sIQQ")
-    for _ in range(count):
-        name = _string(file)
-        (kind,) = _read(file, "I")
-        yield name, _value(file, kind)
-
-
-def _value(file: BinaryIO, kind: int) -> Any:
-    if kind == _STRING:
-        return _string(file)
-    if kind != _ARRAY:
-        return _read(file, _NUMBERS[kind])[0]
-    inner, length = _read(file, "IQ")
-    # A list is skipped: numbers at once, strings one by one, as each has a length of its own.
-    if inner in _NUMBERS:
-        file.seek(length * struct.calcsize(_NUMBERS[inner]), 1)
-    else:
-        for _ in range(length):
-            _value(file, inner)
-    return None
-
-
-def _string(file: BinaryIO) -> str:
-    (length,) = _read(file, "Q")
-    return file.read(length).decode("utf-8", "replace")
-
-
-def _read(file: BinaryIO, layout: str) -> tuple[Any, ...]:
-    return struct.unpack(f"<{layout}", file.read(struct.calcsize(f"<{layout}")))

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from ..errors import FormatError, InputError
 from .loading import refused
+from .model_folder import check_size, weight_paths
 
 _BASE = "model."  # files of a bare decoder name its tensors without it
 _ELSEWHERE = (
@@ -46,7 +47,7 @@ class FileWeights:
         """`where` begins the line of an error."""
         self._where = where
         self._files: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in weight_paths(folder, where):
             with refused(where):
                 file: Any = safe_open(path, framework="pt")
                 self._files |= dict.fromkeys(file.keys(), file)
@@ -83,6 +84,7 @@ def skeleton(config: Any, dtype: torch.dtype, **options: Any) -> PreTrainedModel
 def load_skeleton(folder: Path, where: str, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
     """Load the skeleton of a model folder. Raises InputError for quantised weights, FormatError for other failures."""
     with refused(where):
+        check_size(folder, where, **options)
         config = AutoConfig.from_pretrained(folder, **options)
         if getattr(config, "quantization_config", None) is not None:
             raise InputError(f"{where}: is quantised; target.shard = true needs plain weights")

@@ -19,8 +19,10 @@ from ..errors import InputError, MissingFileError, one_line
 from ..progress import say
 from ..storage import read_object
 from .expressions import check_short, matching
+from .gguf_header import read_header
 from .kernels.fused import can_fuse, fuse
 from .loading import as_the_file_says, load_model, load_tokenizer, refused
+from .model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, INDEX_FILE, check_adapter, check_folder, indexed_files
 from .models import CausalModel
 from .requests import TargetSettings
 from .sampling_settings import SamplingSettings
@@ -46,7 +48,7 @@ _FIRST_COVERED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", 
 """What fingerprints of earlier versions covered of them; a target with no others keeps its fingerprint."""
 _WEIGHTS, _ADAPTER = "weights", "adapter/"
 _OWN_TEMPLATE = "chat_template.jinja"
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_ADAPTER_FILES = (ADAPTER_FILE, ADAPTER_WEIGHTS)
 
 
 class Target(CausalModel):
@@ -178,7 +180,20 @@ class Source:
 
 
 def locate(settings: TargetSettings) -> Source:
-    """Find the local files of a target; hub ids are downloaded (or found in the hub's cache)."""
+    """Find the local files of a target; hub ids are downloaded (or found in the hub's cache).
+
+    Raises MissingFileError, or FormatError where more than those files would be loaded, or a GGUF file's lengths are
+    not those of the file.
+    """
+    source, where = _find(settings), f"target.model: {settings.model}"
+    with refused(where):
+        check_folder(source.folder, where, settings.trust_remote_code)
+        if source.gguf_file is not None:
+            read_header(source.folder / source.gguf_file)
+    return source
+
+
+def _find(settings: TargetSettings) -> Source:
     path = Path(settings.model).expanduser()
     # A GGUF file, a folder of either kind, or a hub id.
     if path.suffix == ".gguf":
@@ -278,7 +293,11 @@ def target_files(settings: TargetSettings, digests: fingerprint.FileDigests | No
     for name in ("config.json", "generation_config.json"):
         digest = _config_digest(source.folder / name)
         found |= {} if digest is None else {name: digest}
-    code = ("*.py",) if settings.trust_remote_code else ()
+    # An index counts where it picks some of the weight files; all of them are hashed.
+    named = None if source.gguf_file is not None else indexed_files(source.folder, f"target.model: {settings.model}")
+    if named is not None and named != sorted(_weight_files(source)):
+        found[INDEX_FILE] = fingerprint.of_json(named)
+    code = ("**/*.py",) if settings.trust_remote_code else ()
     found |= {name: fingerprint.of_file(source.folder / name) for name in _present(source.folder, code)}
     found |= {name: fingerprint.of_file(source.folder / name) for name in tokenizer_files(source.folder)}
     if settings.adapter is not None:
@@ -388,7 +407,7 @@ def _adapter_folder(adapter: str) -> Path:
     folder = path if path.is_dir() else None
     if folder is None and adapter.count("/") == 1 and not adapter.startswith(("/", ".", "~")):
         folder = _snapshot(adapter, None, "target.adapter")
-    if folder is None or not (folder / "adapter_model.safetensors").is_file():
+    if folder is None or not (folder / ADAPTER_WEIGHTS).is_file():
         raise MissingFileError(f"target.adapter: {adapter}: no folder with adapter_model.safetensors")
     return folder
 
@@ -406,14 +425,16 @@ def _snapshot(name: str, revision: str | None, field: str) -> Path:
 def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     from peft import PeftModel
 
-    folder = _adapter_folder(adapter)
+    folder, where = _adapter_folder(adapter), f"target.adapter: {adapter}"
+    with refused(where):
+        check_adapter(folder, where)
     try:
-        config = _plain_adapter_config(model, folder, f"target.adapter: {adapter}")
+        config = _plain_adapter_config(model, folder, where)
         merged = PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
         return merged.merge_and_unload()
     except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise InputError(f"target.adapter: {adapter}: does not fit the model: {reason}") from None
+        raise InputError(f"{where}: does not fit the model: {reason}") from None
 
 
 def _plain_adapter_config(model: PreTrainedModel, folder: Path, where: str) -> Any:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....errors import FormatError, MissingFileError
+from ....errors import FormatError
 from ....storage import new_file
+from ...gguf_header import read_header
 
 Field = str | bool | int | float | list[str] | list[int]
 _PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.I64)
@@ -76,8 +77,7 @@ def _content(path: Path, field: gguf.ReaderField) -> Any:
 
 
 def _reader(path: Path) -> gguf.GGUFReader:
-    if not path.is_file():
-        raise MissingFileError(f"{path}: no such file")
+    read_header(path)  # lengths that the file cannot have are refused before the library follows them
     try:
         return gguf.GGUFReader(path)
     except (ValueError, OSError, IndexError, KeyError) as error:

@@ -1,0 +1,182 @@
+"""Checks of a model's folder before transformers reads it: all that it would load, and sizes against the tensors.
+
+transformers loads an adapter that lies in the folder without a word, follows the names in an index wherever they lead,
+and makes memory for every weight that config.json asks for, whether a file has it or not.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..errors import FormatError
+from ..storage import read_object, size_text
+from .gguf_header import read_header
+
+INDEX_FILE, ADAPTER_FILE, ADAPTER_WEIGHTS = (
+    "model.safetensors.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+)
+_ONE_FILE = "model.safetensors"
+_SLACK_TENSORS, _SLACK_ELEMENTS = 1024, 1 << 20
+_TIED, _PACKED = 2, 16  # a tied head is counted twice while it is made; up to 16 weights share a number
+_RANKS = re.compile(r"r$|rank_pattern\.|num_virtual_tokens$|token_dim$")
+_LOOPS = re.compile(r"(num|n)_\w*(layer|block|expert|stage|head|codebook)s?|\w*_layers?|depth")
+
+
+def check_folder(folder: Path, where: str, runs_code: bool = False) -> None:
+    """Refuse a folder of which something would be loaded that is no file of it: that no fingerprint covers.
+
+    `where` begins the error's line; `runs_code`: code that came with the model may run. Raises FormatError.
+    """
+    # 1) An adapter beside a model, which would be merged into it silently.
+    config = folder / "config.json"
+    if (folder / ADAPTER_FILE).exists() and (config.exists() or any(folder.glob("*.gguf"))):
+        raise FormatError(
+            f"{where}: {ADAPTER_FILE} lies beside the model, and would be loaded with it; give each a folder of its "
+            "own, and name the adapter in target.adapter"
+        )
+    # 2) Files that index and config name.
+    if not config.is_file():
+        return
+    raw = read_object(config)
+    other = raw.get("transformers_weights")
+    for name in [*(indexed_files(folder, where) or []), *([] if other is None else [str(other)])]:
+        if Path(name).name != name or Path(name).suffix != ".safetensors":
+            raise FormatError(f"{where}: {name}: weights must be *.safetensors files of the folder itself")
+    # 3) Code from elsewhere.
+    for key, value in _flat(raw):
+        if runs_code and "auto_map" in key and "--" in str(value):
+            raise FormatError(f"{where}: config.json: {key} {value}: names code of another repository")
+        if key.endswith("attn_implementation") and "/" in str(value):
+            raise FormatError(f"{where}: config.json: {key} {value}: names code of another repository")
+
+
+def indexed_files(folder: Path, where: str) -> list[str] | None:
+    """Names of the weight files that an index names, sorted; None: there is no index, or one file holds all."""
+    if (folder / _ONE_FILE).is_file() or not (folder / INDEX_FILE).is_file():
+        return None
+    named = read_object(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise FormatError(f"{where}: {INDEX_FILE}: weight_map must name a file for each tensor")
+    return sorted(set(named.values()))
+
+
+def weight_paths(folder: Path, where: str) -> list[Path]:
+    """Weight files that transformers reads: the only one, those of the index, or all."""
+    if (folder / _ONE_FILE).is_file():
+        return [folder / _ONE_FILE]
+    names = indexed_files(folder, where)
+    return sorted(folder.glob("*.safetensors")) if names is None else [folder / name for name in names]
+
+
+def check_size(folder: Path, where: str, gguf_file: str | None = None, **options: Any) -> None:
+    """Refuse a model that asks for far more weights than its files have, before memory is made for them.
+
+    A safetensors model is made on the meta device; of a GGUF file the products of its keys are compared, as
+    transformers takes many seconds to make a config of one. Raises FormatError.
+    """
+    if gguf_file is not None:
+        _check_gguf_size(folder / gguf_file, where)
+        return
+    paths = weight_paths(folder, where)
+    if not paths:
+        return  # transformers says what is there instead
+    # 1) What makes loops, even in a config's own class: no file has more layers than tensors.
+    tensors, elements = _stored(paths)
+    most = 8 * tensors + _SLACK_TENSORS
+    for key, value in _flat(read_object(folder / "config.json")):
+        if type(value) is int and value > most and _LOOPS.fullmatch(key.rpartition(".")[2]):
+            raise FormatError(f"{where}: config.json: {key} {value}: its files have only {tensors} tensors")
+    # 2) The model without memory, ended as soon as it has grown too large.
+    config = AutoConfig.from_pretrained(folder, **options)
+    packed = getattr(config, "quantization_config", None) is not None
+    largest = (_PACKED if packed else _TIED) * elements + _SLACK_ELEMENTS
+    with _growing_at_most(most, largest, where, elements), torch.device("meta"):
+        AutoModelForCausalLM.from_config(config, **options)
+
+
+def _check_gguf_size(path: Path, where: str) -> None:
+    header = read_header(path)
+    architecture = header.keys.get("general.architecture")
+
+    def read(name: str) -> int:
+        value = header.keys.get(f"{architecture}.{name}")
+        return value if type(value) is int else 1
+
+    # Each product is a part of the model's weights, so it can't be more than all of them.
+    layers, width = read("block_count"), read("embedding_length")
+    parts = {
+        "block_count": layers * width,
+        "feed_forward_length": layers * width * read("feed_forward_length"),
+        "attention.head_count": width * read("attention.head_count") * read("attention.key_length"),
+        "vocab_size": width * read("vocab_size"),
+    }
+    for name, elements in parts.items():
+        if elements > _TIED * header.elements + _SLACK_ELEMENTS:
+            raise FormatError(
+                f"{where}: {architecture}.{name} {read(name)}: asks for {elements:,} weights or more, the file holds "
+                f"{header.elements:,}"
+            )
+
+
+def check_adapter(folder: Path, where: str) -> None:
+    """Refuse an adapter whose config names a rank that none of its tensors has. Raises FormatError."""
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+        largest = max((size for name in file.keys() for size in file.get_slice(name).get_shape()), default=0)  # noqa: SIM118
+    for key, value in _flat(read_object(folder / ADAPTER_FILE)):
+        if type(value) is int and value > largest and _RANKS.match(key):
+            raise FormatError(f"{where}: {ADAPTER_FILE}: {key} {value}: its largest tensor has {largest} rows")
+
+
+def _stored(paths: list[Path]) -> tuple[int, int]:
+    """Number of tensors in some files, and of their elements."""
+    tensors = elements = 0
+    for path in paths:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensors += 1
+                elements += torch.Size(file.get_slice(name).get_shape()).numel()
+    return tensors, elements
+
+
+@contextmanager
+def _growing_at_most(tensors: int, elements: int, where: str, stored: int) -> Iterator[None]:
+    """Inside, raise FormatError as soon as the modules that are made have more parameters than these."""
+    made = [0, 0]
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or not parameter.is_meta:
+            return
+        made[0], made[1] = made[0] + 1, made[1] + parameter.numel()
+        if made[0] > tensors or made[1] > elements:
+            raise FormatError(
+                f"{where}: config.json asks for {made[1]:,} weights or more ({size_text(4 * made[1])} in float32), its "
+                f"files hold {stored:,}"
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Plain values of a config, with dotted keys."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _flat(inner, key)
+    else:
+        yield key, value
