@@ -66,13 +66,36 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
+MOST_DEPTH = 100
+"""Deepest nesting of JSON that is read: what walks through a value may call itself once a level."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError, also for values nested deeper than MOST_DEPTH."""
+    too_deep = f"nested deeper than {MOST_DEPTH} levels"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    # Few texts have so many brackets that they could be too deep.
+    brackets = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    level, depth = ([value] if brackets > MOST_DEPTH and isinstance(value, dict | list) else []), 0
+    while level:
+        depth += 1
+        if depth > MOST_DEPTH:
+            raise ValueError(too_deep)
+        inside = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [one for one in inside if isinstance(one, dict | list)]
+    return value
+
+
 def read_json(path: Path) -> Any:
     """Read JSON. Raises MissingFileError or CorruptDataError, both naming the file."""
     try:
-        return json.loads(path.read_bytes())
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         raise MissingFileError(f"{path}: no such file") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CorruptDataError(f"{path}: not valid JSON ({error})") from None
 
 

@@ -1,6 +1,7 @@
 """Streaming file readers: a file, a folder or a pattern, plain or compressed; as lines, JSON values or table rows.
 
-No file is read whole: memory holds one line, one value of a JSON array, or one batch of rows at a time. Lines end at
+No file is read whole: memory holds one line, one value of a JSON array, or one batch of rows at a time, each of limited
+size. What is over a limit is an item that raises InputError when it is decoded. Lines end at
 "\\n" alone: other separators stand inside JSON and text. NUL bytes in front of a line, which logrotate's `copytruncate`
 leaves where the writer had been, are passed over.
 """
@@ -15,7 +16,6 @@ import json
 import lzma
 import os
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError
-from ..storage import size_unit
+from ..storage import parse_json, size_text, size_unit
+from .read_limits import LEAST_ROW_BYTES, USUAL, CountedStream, Limits, TooLargeError, rows_within
 
 _PACKED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _UNPACKING = (EOFError, OSError, zlib.error, lzma.LZMAError)
@@ -36,6 +37,7 @@ _BOM = b"\xef\xbb\xbf"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _ITEMS_PER_UPDATE = 256
 _PIECE_BYTES = 1 << 16
+_NESTED_ROWS = 32
 
 
 def _as_it_is(value: Any, where: str) -> Any:
@@ -65,6 +67,19 @@ class _Open(NamedTuple):
     stream: IO[bytes]
     tick: Callable[[], None]
     """Move the progress bar to the current position in the file on disk."""
+    limits: Limits
+
+    def item(self, where: str, line: bytes | int, decoder: Callable[[Any, str], Any]) -> Item:
+        """Make the item of a line, or of one that was too long: its size."""
+        return Item(self.path, where, line, _too_long if isinstance(line, int) else decoder)
+
+
+def _too_long(size: int, where: str) -> Any:
+    raise InputError(f"{where}: has {size_text(size)}, more than read_limits.line_megabytes allows")
+
+
+def _as_error(message: str, where: str) -> Any:
+    raise InputError(message)
 
 
 def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
@@ -176,31 +191,42 @@ def require_file(path: Path) -> Path:
     return path
 
 
-def text_lines(paths: Sequence[Path], title: str) -> Iterator[Item]:
+def text_lines(paths: Sequence[Path], title: str, limits: Limits = USUAL) -> Iterator[Item]:
     """Yield the lines that are not blank, as text without line ends."""
-    for file in _opened(paths, title):
-        for where, line in _lines(file):
-            yield Item(file.path, where, line, _text)
+    return _items(paths, title, limits, lambda file: (file.item(where, line, _text) for where, line in _lines(file)))
 
 
-def prompt_lines(paths: Sequence[Path], title: str, column: str | None = None) -> Iterator[Item]:
+def prompt_lines(
+    paths: Sequence[Path], title: str, limits: Limits = USUAL, column: str | None = None
+) -> Iterator[Item]:
     """Prompts: what `objects` reads where the file's name says JSON or a table, else {"prompt": line} of each line that
     is not blank."""
-    for file in _opened(paths, title):
+
+    def read(file: _Open) -> Iterator[Item]:
         if not is_text(file.path):
-            yield from _objects(file, column)
-            continue
+            return _objects(file, column)
         if column not in (None, "prompt"):
             raise InputError(f"{file.path}: is read line by line; only JSON and tables have a column {column!r}")
-        for where, line in _lines(file):
-            yield Item(file.path, where, line, _prompt)
+        return (file.item(where, line, _prompt) for where, line in _lines(file))
+
+    return _items(paths, title, limits, read)
 
 
-def objects(paths: Sequence[Path], title: str, column: str | None = None) -> Iterator[Item]:
+def objects(paths: Sequence[Path], title: str, limits: Limits = USUAL, column: str | None = None) -> Iterator[Item]:
     """Yield rows of .csv, .tsv and .parquet files as objects, of other files JSON values: one a line, the elements of
     an array, or values over many lines. Raises InputError for a table without `column`, if one is named."""
-    for file in _opened(paths, title):
-        yield from _objects(file, column)
+    return _items(paths, title, limits, lambda file: _objects(file, column))
+
+
+def _items(
+    paths: Sequence[Path], title: str, limits: Limits, read: Callable[[_Open], Iterator[Item]]
+) -> Iterator[Item]:
+    """Yield the items of each file; one that cannot be read on ends with an item that says so."""
+    for file in _opened(paths, title, limits):
+        try:
+            yield from read(file)
+        except TooLargeError as error:
+            yield Item(file.path, str(file.path), f"{error}; the rest of the file is not read", _as_error)
 
 
 def first_line(path: Path) -> Any:
@@ -229,14 +255,14 @@ def _objects(file: _Open, column: str | None) -> Iterator[Item]:
     return _parquet_rows(file, column) if name.endswith(".parquet") else _json_values(file)
 
 
-def _opened(paths: Sequence[Path], title: str) -> Iterator[_Open]:
+def _opened(paths: Sequence[Path], title: str, limits: Limits) -> Iterator[_Open]:
     """Each file in turn, under one progress bar; without a title, under none."""
     total = sum(require_file(path).stat().st_size for path in paths)
     unit, name = size_unit(total)
     with progress.bar(title, total / unit, name) if title else nullcontext(lambda amount: None) as advance:
         for path in paths:
             with path.open("rb") as raw:
-                yield _Open(path, _unpack(path, raw), _ticks(raw, advance, unit))
+                yield _Open(path, _unpack(path, raw, limits), _ticks(raw, advance, unit), limits)
 
 
 def _ticks(raw: IO[bytes], advance: progress.Advance, unit: float) -> Callable[[], None]:
@@ -251,17 +277,19 @@ def _ticks(raw: IO[bytes], advance: progress.Advance, unit: float) -> Callable[[
     return tick
 
 
-def _unpack(path: Path, raw: IO[bytes]) -> IO[bytes]:
+def _unpack(path: Path, raw: IO[bytes], limits: Limits) -> IO[bytes]:
     suffix = path.suffix.lower()
     if suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]
-    if suffix == ".bz2":
-        return bz2.BZ2File(raw)
-    if suffix == ".xz":
-        return lzma.LZMAFile(raw)
-    if suffix == ".zst":
-        return io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd"))
-    return raw
+        unpacked: Any = gzip.GzipFile(fileobj=raw)
+    elif suffix == ".bz2":
+        unpacked = bz2.BZ2File(raw)
+    elif suffix == ".xz":
+        unpacked = lzma.LZMAFile(raw)  # noqa: SIM115
+    elif suffix == ".zst":
+        unpacked = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(raw, "r"), "zstd"))
+    else:
+        return raw
+    return io.BufferedReader(CountedStream(path, unpacked, limits.unpacked_bytes), _PIECE_BYTES)
 
 
 @contextmanager
@@ -275,31 +303,36 @@ def _unpacking(path: Path, where: Callable[[], str]) -> Iterator[None]:
         raise InputError(f"{where()}: not a complete {_PACKED[path.suffix.lower()]} file ({error})") from None
 
 
-def _lines(file: _Open) -> Iterator[tuple[str, bytes]]:
-    """Yield the place and the bytes of each line that is not blank."""
+def _lines(file: _Open) -> Iterator[tuple[str, bytes | int]]:
+    """Yield the place and the bytes of each line that is not blank; of one that is too long its size."""
     number = 0
     with _unpacking(file.path, lambda: f"{file.path}:{number + 1}"):
-        for number, line in enumerate(_physical_lines(file.stream), start=1):
-            if line.strip():
+        for number, line in enumerate(_physical_lines(file), start=1):
+            if isinstance(line, int) or line.strip():
                 yield f"{file.path}:{number}", line
             if number % _ITEMS_PER_UPDATE == 0:
                 file.tick()
     file.tick()
 
 
-def _physical_lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield every line with its end, without the byte order mark of the file and NUL bytes in front of the line."""
-    # A hole of NUL bytes may be larger than memory, so it is passed over piece by piece.
+def _physical_lines(file: _Open) -> Iterator[bytes | int]:
+    """Yield every line with its end, without the byte order mark of the file and NUL bytes in front of the line; of one
+    that is too long its size."""
+    # A hole of NUL bytes, or a line, may be larger than memory, so both are passed over piece by piece.
     begun: list[bytes] = []
-    mark = _BOM
-    while piece := stream.readline(_PIECE_BYTES):
-        if begun or (piece := piece.lstrip(b"\0")):
-            begun.append(piece)
+    mark, size, longest = _BOM, 0, file.limits.line_bytes
+    while piece := file.stream.readline(_PIECE_BYTES):
+        if size or (piece := piece.lstrip(b"\0")):
+            size += len(piece)
+            if size <= longest:
+                begun.append(piece)
+            else:
+                begun.clear()
         if piece.endswith(b"\n"):
-            yield b"".join(begun).removeprefix(mark)
-            begun, mark = [], b""
-    if begun:
-        yield b"".join(begun).removeprefix(mark)
+            yield b"".join(begun).removeprefix(mark) if size <= longest else size
+            begun, size, mark = [], 0, b""
+    if size:
+        yield b"".join(begun).removeprefix(mark) if size <= longest else size
 
 
 def _json_values(file: _Open) -> Iterator[Item]:
@@ -317,13 +350,13 @@ def _json_values(file: _Open) -> Iterator[Item]:
     if first is None:
         return
     where, line = first
-    if _unpacked_name(file.path).endswith(".json") and not _is_json(line):
+    if _unpacked_name(file.path).endswith(".json") and isinstance(line, bytes) and not _is_json(line):
         yield from _whole_values(file, line)
         return
 
     # 3) JSON lines.
     for where, line in itertools.chain([first], lines):
-        yield Item(file.path, where, line, _json_line)
+        yield file.item(where, line, _json_line)
 
 
 def _text(line: bytes, where: str) -> str:
@@ -351,9 +384,7 @@ def _json_line(line: bytes, where: str) -> Any:
 def _json(data: bytes, where: str, rule: str = "") -> Any:
     text = _utf8(data, where)
     try:
-        return json.loads(text)
-    except RecursionError:
-        raise InputError(f"{where}: nested too deeply for JSON") from None
+        return parse_json(text)
     except ValueError as error:
         # The message without the text that it would quote.
         reason = getattr(error, "msg", str(error))
@@ -377,10 +408,12 @@ def _whole_values(file: _Open, begun: bytes) -> Iterator[Item]:
     number = 0
     with _unpacking(file.path, lambda: f"{file.path}: item {number + 1}"):
         try:
-            for number, data in enumerate(_values(begun, file.stream), start=1):
+            for number, data in enumerate(_values(begun, file.stream, file.limits.line_bytes), start=1):
                 yield Item(file.path, f"{file.path}: item {number}", data, _json)
                 if number % _ITEMS_PER_UPDATE == 0:
                     file.tick()
+        except OverflowError as error:
+            raise TooLargeError(f"{file.path}: item {number + 1}: {error}") from None
         except _BrokenArrayError as error:
             raise InputError(f"{file.path}: item {number + 1}: not valid JSON ({error})") from None
     file.tick()
@@ -396,8 +429,11 @@ _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{}]|"', re.DOTALL)
 _OPENING, _CLOSING, _QUOTE = b"[{", b"]}", b'"'
 
 
-def _values(text: bytes, stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the text of each value; a top-level array gives its elements instead. Raises _BrokenArrayError."""
+def _values(text: bytes, stream: IO[bytes], longest: int) -> Iterator[bytes]:
+    """Yield the text of each value; a top-level array gives its elements instead.
+
+    Raises _BrokenArrayError, or OverflowError for a value of more bytes than `longest`.
+    """
     at, array, after = 0, False, b""
     while True:
         # 1) The next mark, in the next piece if this one is used up.
@@ -420,6 +456,8 @@ def _values(text: bytes, stream: IO[bytes]) -> Iterator[bytes]:
         # 3) A value. Its text is looked through again when more is read, so the pieces double.
         while (end := _value_end(text, at)) is None and (more := stream.read(max(_PIECE_BYTES, len(text) - at))):
             text, at = text[at:] + more, 0
+            if len(text) > longest + _PIECE_BYTES and _value_end(text, at) is None:
+                raise OverflowError("is larger than read_limits.line_megabytes allows")
         if end is None and (array or mark in b'[{"'):
             raise _BrokenArrayError("the file ends inside it")
         yield text[at:end]
@@ -448,9 +486,8 @@ def _value_end(text: bytes, at: int) -> int | None:
 
 
 def _csv_rows(file: _Open, delimiter: str, column: str | None) -> Iterator[Item]:
-    csv.field_size_limit(sys.maxsize)  # a conversation is one field
-    lines = (_utf8(line, f"{file.path}:{i}") for i, line in enumerate(_physical_lines(file.stream), start=1))
-    rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
+    csv.field_size_limit(file.limits.line_bytes)  # a conversation is one field
+    rows = csv.DictReader(_table_lines(file), delimiter=delimiter, strict=True)
     # The header is read at once, so that an error in it has line 1.
     with _table_errors(file.path, f"{file.path}:1"):
         _require_column(file.path, rows.fieldnames or (), column)
@@ -467,6 +504,14 @@ def _csv_rows(file: _Open, delimiter: str, column: str | None) -> Iterator[Item]
     file.tick()
 
 
+def _table_lines(file: _Open) -> Iterator[str]:
+    for number, line in enumerate(_physical_lines(file), start=1):
+        where = f"{file.path}:{number}"
+        if isinstance(line, int):
+            raise TooLargeError(f"{where}: has {size_text(line)}, more than read_limits.line_megabytes allows")
+        yield _utf8(line, where)
+
+
 def _require_column(path: Path, names: Sequence[str], column: str | None) -> None:
     if column is not None and column not in names:
         raise InputError(f"{path}: has no column {column!r}; it has {', '.join(sorted(names)) or 'none'}")
@@ -478,6 +523,8 @@ def _table_errors(path: Path, where: str) -> Iterator[None]:
         with _unpacking(path, lambda: where):
             yield
     except csv.Error as error:
+        if "field limit" in str(error):
+            raise TooLargeError(f"{where}: has more than read_limits.line_megabytes allows") from None
         raise InputError(f"{where}: not valid CSV ({error})") from None
 
 
@@ -490,16 +537,36 @@ def _checked_row(row: dict[Any, Any], where: str) -> dict[str, str]:
 def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
     number = 0
     try:
-        table = pq.ParquetFile(file.stream)
+        found = pq.ParquetFile(file.stream).metadata
+        _check_parquet_size(file, found)
+        # Text stays in its dictionary until a row is made of it: a small file may repeat a long text a million times.
+        # Arrow cannot do so inside lists; of those fewer rows are read at a time.
+        texts = [one.path for one in map(found.schema.column, range(found.num_columns)) if one.physical_type == _TEXT]
+        flat = [path for path in texts if "." not in path]
+        file.stream.seek(0)
+        table = pq.ParquetFile(file.stream, read_dictionary=flat)
         _require_column(file.path, table.schema_arrow.names, column)
         # One batch of rows is in memory at a time.
-        for batch in table.iter_batches(_ITEMS_PER_UPDATE):
-            for row in batch.to_pylist():
+        for batch in table.iter_batches(_ITEMS_PER_UPDATE if flat == texts else _NESTED_ROWS):
+            for row in rows_within(batch, file.limits.line_bytes):
                 number += 1
-                yield Item(file.path, f"{file.path}: row {number}", row, without_none)
+                place = f"{file.path}: row {number}"
+                yield Item(file.path, place, row, _too_long if isinstance(row, int) else without_none)
             file.tick()
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{file.path}: row {number + 1}: not a complete Parquet file ({error})") from None
+
+
+_TEXT = "BYTE_ARRAY"
+
+
+def _check_parquet_size(file: _Open, found: pq.FileMetaData) -> None:
+    """Raise TooLargeError for a table whose content, as its own metadata says, is over the limit."""
+    size = sum(found.row_group(number).total_byte_size for number in range(found.num_row_groups))
+    if max(size, found.num_rows * LEAST_ROW_BYTES) > file.limits.unpacked_bytes:
+        raise TooLargeError(
+            f"{file.path}: {found.num_rows} rows, {size_text(size)}: more than read_limits.unpacked_gigabytes allows"
+        )
 
 
 def without_none(value: Any, where: str = "") -> Any:

@@ -84,7 +84,18 @@ class DomainSettings(_Section):
     """Number of domains c00, c01, … into which text clustering deals conversations without a domain."""
 
 
+class ReadLimits(_Section):
+    """Sizes that no real log has: what is larger is refused, or counted and left out where a source skips what is
+    invalid."""
+
+    line_megabytes: float = Field(default=64.0, gt=0)
+    """Longest line, JSON value or row of a table, 10^6 bytes each."""
+    unpacked_gigabytes: float = Field(default=64.0, gt=0)
+    """Largest content of one packed file (.gz, .bz2, .xz, .zst) or Parquet file, 10^9 bytes each."""
+
+
 class _Source(_Section):
+    _read_limits: ReadLimits = PrivateAttr(default=ReadLimits())
     _domains: DomainSettings = PrivateAttr(default=DomainSettings())
     _may_be_unanswered: frozenset[str] = PrivateAttr(default=frozenset())
 
@@ -120,6 +131,11 @@ class _Source(_Section):
     def domains(self) -> DomainSettings:
         """Domain settings of the mix that the source belongs to."""
         return self._domains
+
+    @property
+    def read_limits(self) -> ReadLimits:
+        """Read limits of the mix that the source belongs to."""
+        return self._read_limits
 
     @property
     def may_be_unanswered(self) -> frozenset[str]:
@@ -247,6 +263,8 @@ class MixSettings(_Section):
     """Share of the clusters that checkpoints are chosen on."""
     holdout_share: float = Field(0.15, gt=0, lt=1)
     """Share of the clusters that promotion is decided on."""
+    read_limits: ReadLimits = ReadLimits()
+    """Sizes over which nothing is read from a source."""
     may_be_unanswered: list[str] = []
     """Domains, and sources by their path, that may end without a turn for the target to answer, and may hold
     conversations without one. Any other ends the run with the reasons."""
@@ -279,6 +297,7 @@ class MixSettings(_Section):
     def _hand_down_to_sources(self) -> "MixSettings":
         for source in self.sources:
             source._domains, source._may_be_unanswered = self.domains, frozenset(self.may_be_unanswered)
+            source._read_limits = self.read_limits
         return self
 
     @model_validator(mode="after")
@@ -327,6 +346,8 @@ class VllmBackend(_Section):
     """Longest wait for one answer of a server."""
     retries: int = Field(default=6, ge=0)
     """How often a request is sent again after a lost connection, a timeout, a busy server or an unusable reply."""
+    reply_megabytes: float = Field(default=256.0, gt=0)
+    """Largest reply of a server, 10^6 bytes each: a larger one is unusable."""
     tensor_parallel: int | None = Field(default=None, ge=1)
     """In this process: GPUs that share the target; absent: one."""
     gpu_memory_share: float | None = Field(default=None, gt=0, le=1)

@@ -18,6 +18,7 @@ from . import files
 from .concurrency import Traffic
 from .logs.chat import Entry, JoinedLines, LogReader
 from .logs.readers import FORMATS
+from .read_limits import Limits
 from .record_outcomes import COPY, OVER_LIMIT, UNFINISHED, Outcome, SourceCounts, Unit, name_of, outcomes_of, read_item
 from .records import DEFAULT_COLUMNS, Record
 from .settings import DatasetSource, FileKind, FileSource, MixSettings, Shape, Source, TargetSource
@@ -208,8 +209,13 @@ def _file_items(source: FileSource, paths: Sequence[Path], title: str) -> Iterat
     """Yield the lines, JSON values or rows of files, whichever the source's kind consists of."""
     if source.kind == "messages" or source.kind == "sharegpt" or source.kind == "turns" or source.kind == "prompts":
         read = files.prompt_lines if source.kind == "prompts" else files.objects
-        return read(paths, title, source.column or DEFAULT_COLUMNS[source.kind])
-    return FORMATS[source.kind].items(paths, title)
+        return read(paths, title, _limits(source), source.column or DEFAULT_COLUMNS[source.kind])
+    return FORMATS[source.kind].items(paths, title, _limits(source))
+
+
+def _limits(source: FileSource) -> Limits:
+    limits = source.read_limits
+    return Limits(int(limits.line_megabytes * 1e6), int(limits.unpacked_gigabytes * 1e9))
 
 
 def _file_units(

@@ -15,7 +15,6 @@ accepts, times the design effect of conversations. That effect and the holdout's
 clusters, so Student's t has their degrees of freedom (`acceptance.estimate`).
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ import pyarrow as pa
 from prometheus_client.parser import text_string_to_metric_families
 
 from ..errors import InputError
+from ..storage import parse_json
 from .acceptance import (
     Estimate,
     acceptance,
@@ -110,7 +110,7 @@ def parse(text: str, source: str) -> Counters:
     # 2) The engine by the prefix of its metrics' names.
     for engine, prefix, convention in (("vllm", "vllm:", "unclipped"), ("llama.cpp", "llamacpp:", "drafts")):
         if f"{prefix}{_NUM}drafts_total" in found:
-            return _by_drafts(found, engine, prefix, convention)  # type: ignore[arg-type]
+            return _by_drafts(found, engine, prefix, convention, source)  # type: ignore[arg-type]
     if "sglang:spec_verify_calls_total" in found:
         return _sglang(found, source)
     # 3) Nothing was found: say what is missing.
@@ -145,11 +145,14 @@ def _total(found: Samples, name: str) -> float:
     return sum(value for _, value in found.get(name, ()))
 
 
-def _by_drafts(found: Samples, engine: str, prefix: str, convention: Convention) -> Counters:
+def _by_drafts(found: Samples, engine: str, prefix: str, convention: Convention, source: str) -> Counters:
     # Counts by position, summed over the other labels.
     by_position: dict[int, float] = defaultdict(float)
     for labels, value in found.get(f"{prefix}{_NUM}accepted_tokens_per_pos_total", ()):
-        by_position[int(labels.get("position", 0))] += value
+        position = labels.get("position", "0")
+        if not position.isdecimal() or len(position) > 4:  # a list is made up to the largest one
+            raise InputError(f"{source}: position {position[:40]!r} of a draft: must be a number below 10000")
+        by_position[int(position)] += value
     return Counters(
         engine,
         convention,
@@ -178,7 +181,7 @@ def _responses(text: str, source: str) -> Iterator[Mapping[str, Any]]:
     """Timings of llama.cpp's responses: the text is one response, a list of them, or one a line."""
     try:
         # Whole JSON first; where that fails, JSON lines.
-        whole = json.loads(text)
+        whole = parse_json(text)
         answers = whole if isinstance(whole, list) else [whole]
     except ValueError:
         answers = [_line(line, number, source) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -192,7 +195,7 @@ def _responses(text: str, source: str) -> Iterator[Mapping[str, Any]]:
 
 def _line(line: str, number: int, source: str) -> Any:
     try:
-        return json.loads(line)
+        return parse_json(line)
     except ValueError as error:
         raise InputError(f"{source}: line {number}: not valid JSON ({error})") from None
 

@@ -12,7 +12,9 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from http import HTTPStatus
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import requests
 from mlflow.entities.model_registry import ModelVersion
@@ -22,6 +24,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .. import storage
+from ..data.backends.http_json import BearerAuth, UnusableError, read_body
 from ..errors import (
     AcceptanceMismatchError,
     CorruptDataError,
@@ -47,6 +50,8 @@ from .staleness import STALENESS_FILE
 from .workspace import Workspace
 
 _SCRAPE_SECONDS = 10.0
+MOST_SCRAPE_BYTES = 64 << 20
+"""Largest text of an engine's metrics that is read."""
 _WAIT_SECONDS = 3600.0
 Labels = Mapping[str, str]
 
@@ -228,7 +233,12 @@ def _source_text(source: str) -> str:
     # A file, such as a saved earlier look.
     if not source.startswith(("http://", "https://")):
         try:
-            return Path(source).read_text(encoding="utf-8")
+            with Path(source).open("rb") as file:
+                text = file.read(MOST_SCRAPE_BYTES + 1)
+            if len(text) > MOST_SCRAPE_BYTES:
+                most = storage.size_text(MOST_SCRAPE_BYTES)
+                raise InputError(f"--served {source}: has more than {most}, which no engine's metrics have")
+            return text.decode("utf-8")
         except FileNotFoundError:
             raise MissingFileError(
                 f"--served {source}: no such file; addresses begin with http:// or https://"
@@ -238,12 +248,28 @@ def _source_text(source: str) -> str:
     # A server. The address may hold a password: errors show it without.
     address = source if "/" in source.split("://", 1)[1].rstrip("/") else f"{source.rstrip('/')}/metrics"
     try:
-        answer = requests.get(address, timeout=_SCRAPE_SECONDS)
+        return _scrape(address)
+    except UnusableError as error:
+        raise ServedError(f"--served {masked(source)}: {error}") from None
     except requests.RequestException as error:
         raise ServedError(f"--served {masked(source)}: does not answer ({type(error).__name__})") from None
-    if not answer.ok:
-        raise ServedError(f"--served {masked(source)}: answers {answer.status_code} {answer.reason}")
-    return answer.text
+
+
+def _scrape(address: str) -> str:
+    """Text at an address: nothing but what it holds itself is sent, and no redirect is followed to another host.
+
+    Raises UnusableError for another answer than 200 or one that is too large, requests.RequestException for none.
+    """
+    with requests.Session() as session:
+        # Without this, requests would send a password of the user's .netrc.
+        parts = urlsplit(address)
+        given = parts.username is not None
+        session.auth = (unquote(parts.username or ""), unquote(parts.password or "")) if given else BearerAuth(None)
+        until = time.monotonic() + _SCRAPE_SECONDS
+        with session.get(address, timeout=_SCRAPE_SECONDS, allow_redirects=False, stream=True) as answer:
+            if answer.status_code != HTTPStatus.OK:
+                raise UnusableError(f"answers {answer.status_code} {answer.reason}")
+            return read_body(answer, MOST_SCRAPE_BYTES, until).decode("utf-8", "replace")
 
 
 def _champion(space: Workspace) -> tuple[Version, ModelVersion] | None:

@@ -28,7 +28,7 @@ from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.mix import build_mix, check_unanswered, load_manifest, load_mix, summary
 from ..data.prompts import prompts_of
 from ..data.rehearsal import blend, conversations_to_add
-from ..data.settings import TargetSource
+from ..data.settings import ReadLimits, TargetSource
 from ..data.sources import check_kinds, input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..data.store import Capture
@@ -85,6 +85,8 @@ class Stages:
             "sources": {"__all__": {"path", "name"}},
             **dict.fromkeys(("ancestors", "contamination", "may_be_unanswered"), True),
         }
+        if settings.read_limits == ReadLimits():  # other ones may leave lines out
+            excluded["read_limits"] = True
         inputs: list[Any] = [
             MIX_FORMAT,
             settings.model_dump(mode="json", exclude=excluded),

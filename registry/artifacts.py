@@ -1,23 +1,33 @@
-"""Upload and download of draft folders as MLflow artifacts: allowed files, and SHA-256 checks of what arrives.
+"""Upload and download of draft folders as MLflow artifacts: allowed files and places, sizes, and SHA-256 checks of what
+arrives.
 
 No pickle travels: a file that is one by name or by its first bytes is refused, and nothing here ever loads one.
 """
 
+import posixpath
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urlsplit
 
+from mlflow.entities import ViewType
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 from mlflow.store.artifact.models_artifact_repo import REGISTERED_MODEL_META_FILE_NAME
+from mlflow.utils.rest_utils import augmented_raise_for_status, http_request
 
 from .. import storage
 from ..errors import FormatError, InputError, LostFilesError, MissingFileError, RegistryError
 from ..fingerprint import of_file
+from ..masking import masked
 from .connect import Tracking, mlflow_errors
 
 PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pt2", ".pth")
+MOST_RECORD_BYTES = 256 << 20
+"""Largest record of a run (a decision, counts, hashed clusters) that is downloaded to be read."""
+MOST_FILES, _DEEPEST, _PART_BYTES = 10_000, 20, 1 << 20
 _PICKLE_STARTS = (*(bytes((0x80, protocol)) for protocol in range(2, 6)), b"PK\x03\x04")  # raw; torch's zip
 
 
@@ -51,25 +61,69 @@ def _starts_like_pickle(path: Path) -> bool:
 
 
 def stored_files(tracking: Tracking, uri: str) -> dict[str, int]:
-    """Sizes of every file below an artifact address, by relative name."""
+    """Sizes of every file below an artifact address, by relative name. Raises RegistryError outside the store."""
     with mlflow_errors(tracking.uri):
-        return _walk(get_artifact_repository(uri, tracking_uri=tracking.uri), None)
+        return _walk(_repository(tracking, uri), None)
 
 
-def _walk(repository: ArtifactRepository, folder: str | None) -> dict[str, int]:
+def _walk(repository: ArtifactRepository, folder: str | None, depth: int = 0) -> dict[str, int]:
     files: dict[str, int] = {}
     for entry in repository.list_artifacts(folder):
-        if entry.is_dir:
-            files |= _walk(repository, entry.path)
+        if entry.is_dir and depth < _DEEPEST:
+            files |= _walk(repository, entry.path, depth + 1)
         else:
             files[entry.path] = int(entry.file_size or 0)
+        if len(files) > MOST_FILES or depth == _DEEPEST:
+            raise RegistryError(f"{entry.path}: more than {MOST_FILES} files, or folders deeper than {_DEEPEST}")
     return files
+
+
+def _repository(tracking: Tracking, uri: str) -> ArtifactRepository:
+    """Open an artifact address. Raises RegistryError for one outside the store, before anything of it is read.
+
+    Who can write to a registry can name any address as a version's source: a file of this machine, or a host that only
+    this machine reaches.
+    """
+    found, address = _resolved(tracking, uri)
+    client, settings = tracking.client, tracking.settings
+    # 1) Where the store keeps its own: the experiment's place and those beside it; of a local database all, as it is
+    #    its owner's.
+    own = client.get_experiment(tracking.experiment_id)
+    places = [str(own.artifact_location).rstrip("/").removesuffix(f"/{own.experiment_id}"), *settings.artifact_roots]
+    if urlsplit(tracking.uri).scheme.startswith("sqlite"):
+        places += [str(one.artifact_location) for one in client.search_experiments(view_type=ViewType.ALL)]
+    roots = sorted({_resolved(tracking, place)[1] for place in places})
+    # 2) Inside one of them: a file below the folder, another address on the same host or in the same bucket.
+    if not any(_is_below(address, root) for root in roots):
+        raise RegistryError(
+            f"{masked(uri)}: lies outside the store's own places ({masked(', '.join(roots))}); nothing was copied; "
+            "registry.artifact_roots names further ones that are to be trusted"
+        )
+    return found
+
+
+def _resolved(tracking: Tracking, uri: str) -> tuple[ArtifactRepository, str]:
+    """Repository of an artifact address, and the address that it leads to: `models:/` and `runs:/` name others."""
+    repository = get_artifact_repository(uri, tracking_uri=tracking.uri)
+    inner = getattr(repository, "repo", repository)
+    return repository, str(getattr(inner, "artifact_dir", inner.artifact_uri))
+
+
+def _is_below(address: str, root: str) -> bool:
+    inside, outside = urlsplit(address), urlsplit(root)
+    if ".." in PurePosixPath(unquote(inside.path)).parts:
+        return False
+    if {inside.scheme, outside.scheme} <= {"", "file"}:
+        places = [Path(unquote(one.path)).resolve() for one in (inside, outside)]
+        return places[0].is_relative_to(places[1])
+    return bool(outside.netloc) and (inside.scheme, inside.netloc) == (outside.scheme, outside.netloc)
 
 
 def download(tracking: Tracking, uri: str, files: Mapping[str, int], into: Path) -> None:
     """Download the named files (name -> size in bytes) below `uri` into the folder `into`, and nothing else.
 
-    Raises RegistryError for a name outside the folder, a pickle, or a file that does not arrive.
+    Raises RegistryError for an address outside the store, a name outside the folder, a pickle, or a file that does not
+    arrive with its size; what had arrived is removed then.
     """
     # 1) Refuse bad names before anything is fetched: they come from the store, which others can write to.
     for name in files:
@@ -81,16 +135,49 @@ def download(tracking: Tracking, uri: str, files: Mapping[str, int], into: Path)
             raise RegistryError(f"{uri}/{name}: is a pickle; it is not downloaded")
     # 2) Download, once the disk has room for all of it.
     storage.require_free_space(into, sum(files.values()))
-    with mlflow_errors(tracking.uri):
-        repository = get_artifact_repository(uri, tracking_uri=tracking.uri)
+    try:
+        with mlflow_errors(tracking.uri):
+            repository = _repository(tracking, uri)
+            server = getattr(repository, "repo", repository)
+            for name, size in files.items():
+                if isinstance(server, HttpArtifactRepository):
+                    _download_from_server(server, name, size, into / name)
+                else:
+                    repository.download_artifacts(name, dst_path=str(into))  # type: ignore[no-untyped-call]
+        _check_arrived(uri, files, into)
+    except BaseException:
         for name in files:
-            repository.download_artifacts(name, dst_path=str(into))  # type: ignore[no-untyped-call]
-    # 3) Check what arrived: all files are there, and none is a pickle under a harmless name.
-    for name in files:
-        if not storage.inside(into, name).is_file():
+            (into / name).unlink(missing_ok=True)
+        raise
+
+
+def _check_arrived(uri: str, files: Mapping[str, int], into: Path) -> None:
+    """Check that all files are there, of their sizes, and that none is a pickle under a harmless name."""
+    for name, size in files.items():
+        path = storage.inside(into, name)
+        if not path.is_file():
             raise RegistryError(f"{uri}/{name}: did not arrive")
+        if path.stat().st_size != size:
+            raise RegistryError(f"{uri}/{name}: has {path.stat().st_size} bytes, the store says {size}")
     if found := pickles(into, files):
         raise RegistryError(f"{uri}/{found[0]}: is a pickle; it is not kept")
+
+
+def _download_from_server(server: HttpArtifactRepository, name: str, size: int, path: Path) -> None:
+    """Download a file of an MLflow server, of which MLflow itself would write whatever comes.
+
+    Raises RegistryError for one that is longer than its declared size.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    left = size
+    reply = http_request(server._host_creds, posixpath.join("/", name), "GET", stream=True)  # type: ignore[no-untyped-call]
+    with reply, path.open("wb") as file:
+        augmented_raise_for_status(reply)  # type: ignore[no-untyped-call]
+        for part in reply.iter_content(_PART_BYTES):
+            left -= len(part)
+            if left < 0:
+                raise RegistryError(f"{name}: is longer than the {size} bytes that the store declares")
+            file.write(part)
 
 
 @contextmanager
@@ -98,9 +185,25 @@ def run_files(tracking: Tracking, run_id: str, names: Iterable[str]) -> Iterator
     """A temporary folder that holds the named artifacts of a run."""
     with mlflow_errors(tracking.uri):
         root = str(tracking.client.get_run(run_id).info.artifact_uri)
+        sizes = _sizes(_repository(tracking, root), names)
     with tempfile.TemporaryDirectory() as folder:
-        download(tracking, root, dict.fromkeys(names, 0), Path(folder))
+        download(tracking, root, sizes, Path(folder))
         yield Path(folder)
+
+
+def _sizes(repository: ArtifactRepository, names: Iterable[str]) -> dict[str, int]:
+    """Declared sizes of records, by name. Raises RegistryError for one that is not there, or too large to be read."""
+    names = list(names)
+    sizes: dict[str, int] = {}
+    for folder in {posixpath.dirname(name) for name in names}:
+        sizes |= {entry.path: int(entry.file_size or 0) for entry in repository.list_artifacts(folder or None)}
+    for name in names:
+        if name not in sizes:
+            raise RegistryError(f"{name}: is not in the store")
+        if sizes[name] > MOST_RECORD_BYTES:
+            found, most = storage.size_text(sizes[name]), storage.size_text(MOST_RECORD_BYTES)
+            raise RegistryError(f"{name}: has {found}; records of up to {most} are read")
+    return {name: sizes[name] for name in names}
 
 
 def download_verified(

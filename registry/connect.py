@@ -49,6 +49,9 @@ class RegistrySettings(BaseModel):
     """The MLflow experiment that holds the runs; made when it does not exist."""
     model: str = Field(default="draftforge", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """First part of every registered model's name; the target's 12 hex digits follow."""
+    artifact_roots: list[str] = []
+    """Further places (folders, or addresses such as s3://bucket/models) from which files of runs and versions may be
+    copied, beside where the store keeps its own; a version that names another place is refused."""
     connect_seconds: float = Field(default=8.0, gt=0)
     """Seconds in which a server must answer at the start, or the run is refused."""
     notice_seconds: float = Field(default=30.0, gt=0)

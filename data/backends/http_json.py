@@ -7,18 +7,22 @@ length.
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import requests
 from requests.auth import AuthBase
+from urllib3.exceptions import HTTPError
 
 from ...errors import DraftforgeError, EngineError, InputError, one_line
+from ...storage import parse_json, size_text
 
 T = TypeVar("T")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _CONNECT_SECONDS = 10.0
+_PIECE_BYTES = 1 << 16
 _RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -41,7 +45,7 @@ class _RetryableError(Exception):
         """Least wait before the next try (`Retry-After`)."""
 
 
-class _BearerAuth(AuthBase):
+class BearerAuth(AuthBase):
     """Sends the key and nothing else: without this, requests would send a password from the user's .netrc instead."""
 
     def __init__(self, key: str | None) -> None:
@@ -53,15 +57,39 @@ class _BearerAuth(AuthBase):
         return request
 
 
+def read_body(reply: requests.Response, most_bytes: int, until: float) -> bytes:
+    """Read the body of a streamed reply, unpacked: at most so many bytes, until so late on the monotonic clock.
+
+    Raises UnusableError for a larger one, requests.Timeout for one that trickles, requests.ConnectionError for one that
+    is cut.
+    """
+    parts, size = [], 0
+    try:
+        # What has come is taken at once: a read of a whole piece would wait for as long as single bytes trickle in.
+        while part := reply.raw.read1(_PIECE_BYTES, decode_content=True):
+            size += len(part)
+            if size > most_bytes:
+                raise UnusableError(f"the reply has more than {size_text(most_bytes)}")
+            if time.monotonic() > until:
+                raise requests.Timeout("the reply is not complete in time")
+            parts.append(part)
+    except HTTPError as error:
+        raise requests.ConnectionError(error) from None
+    return b"".join(parts)
+
+
 class JsonServer:
     """HTTP client of one server for any number of threads, each with a connection of its own.
 
-    `field`: the recipe's field that names the server, for error messages.
+    `field`: the recipe's field that names the server, for error messages; `most_bytes`: of a reply.
     """
 
-    def __init__(self, field: str, url: str, key: str | None, timeout_seconds: float, retries: int) -> None:
+    def __init__(
+        self, field: str, url: str, key: str | None, timeout_seconds: float, retries: int, most_bytes: int
+    ) -> None:
+        self._most_bytes = most_bytes
         self.name = f"{field}: {urlsplit(url).netloc}"
-        self._url, self._auth, self._timeout, self._retries = url, _BearerAuth(key), timeout_seconds, retries
+        self._url, self._auth, self._timeout, self._retries = url, BearerAuth(key), timeout_seconds, retries
         self._local = threading.local()
         self._closed = threading.Event()
 
@@ -97,30 +125,33 @@ class JsonServer:
         )
 
     def _try(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
-        # 1) A reply at all.
+        # 1) A reply, whole and in time.
         try:
-            reply = self._session().request(
+            until = time.monotonic() + self._timeout
+            with self._session().request(
                 method,
                 self._url + path,
                 json=body,
                 timeout=(_CONNECT_SECONDS, self._timeout),
                 allow_redirects=False,  # the key is for this server
-            )
-        except requests.RequestException as error:
+                stream=True,
+            ) as reply:
+                content = read_body(reply, self._most_bytes, until)
+        except (requests.RequestException, UnusableError) as error:
             raise _RetryableError(f"no reply ({type(error).__name__}: {one_line(error, 150)})") from None
 
         # 2) Its status.
         status = reply.status_code
         if status in _RETRYABLE:
-            raise _RetryableError(f"status {status}{_error_message(reply)}", _retry_after_seconds(reply))
+            raise _RetryableError(f"status {status}{_error_message(content)}", _retry_after_seconds(reply))
         if status in (401, 403):
             raise RefusedError(f"{self.name}: wants a key (status {status}); see api_key_env", status)
         if status != 200:
-            raise RefusedError(f"{self.name}{path}: status {status}{_error_message(reply)}", status)
+            raise RefusedError(f"{self.name}{path}: status {status}{_error_message(content)}", status)
 
         # 3) Its content.
         try:
-            return read(reply.json())
+            return read(parse_json(content))
         # An error of ours is a verdict of `read` (such as a setting to change); only malformed replies are tried again.
         except DraftforgeError:
             raise
@@ -135,10 +166,10 @@ class JsonServer:
         return session
 
 
-def _error_message(reply: requests.Response) -> str:
+def _error_message(content: bytes) -> str:
     """The message of the server's error, in brackets, if it gives one."""
     try:
-        error = reply.json()
+        error = parse_json(content)
         error = error.get("error", error)
         message = error.get("message") if isinstance(error, dict) else error
     except (ValueError, AttributeError):

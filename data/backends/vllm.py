@@ -165,7 +165,14 @@ class VllmServer:
         self, backend: VllmBackend, url: str, target: Target, wanted: LogprobRequest, longest: int, slots: int
     ) -> None:
         self._wanted = wanted
-        self._server = JsonServer("capture.backend.url", url, _key(backend), backend.timeout_seconds, backend.retries)
+        self._server = JsonServer(
+            "capture.backend.url",
+            url,
+            _key(backend),
+            backend.timeout_seconds,
+            backend.retries,
+            int(backend.reply_megabytes * 1e6),
+        )
 
         # 1) The model that it serves, and whether its context holds the longest conversation.
         self._model, context = self._served(backend.model)

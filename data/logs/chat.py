@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ...errors import InputError
+from ...storage import parse_json
 from .parsing import Rendered, literal, number
 
 Reason = Literal[
@@ -142,8 +143,8 @@ def decoded(value: Any) -> Any:
         if not isinstance(found, str) or found.lstrip()[:1] not in ("{", "[", '"'):
             break
         try:
-            found = json.loads(found)
-        except (ValueError, RecursionError):
+            found = parse_json(found)
+        except ValueError:
             found = _printed(found)
             break
     return found if isinstance(found, dict | list) else value

@@ -1,8 +1,11 @@
 """Log lines of container runtimes: Docker's JSON files and Kubernetes' text (CRI), both of which cut long lines."""
 
-import json
 import re
 from typing import Any, NamedTuple
+
+from ...errors import InputError
+from ...storage import parse_json, size_text
+from ..read_limits import LONGEST_LINE_BYTES
 
 _CRI = re.compile(r"(\d{4}-\d\d-\d\dT\S+) (stdout|stderr) ([PF])(?::\S+)? ")
 
@@ -24,7 +27,7 @@ class ContainerLines:
         self._begun: dict[tuple[str, str], LogLine] = {}
 
     def whole(self, value: str, where: str, server: str) -> LogLine | None:
-        """The line that this one ends, without its envelope; None: it goes on."""
+        """The line that this one ends, without its envelope; None: it goes on. Raises InputError for an endless one."""
         # 1) The envelope: the stream, the time, and whether the line ends here.
         stream, text, stamp, ends = "", value, None, True
         if cri := _CRI.match(value):
@@ -39,6 +42,8 @@ class ContainerLines:
         # 2) The pieces before it.
         begun = self._begun.pop((server, stream), None) if stream else None
         found = LogLine(where, text, stamp) if begun is None else begun._replace(text=begun.text + text)
+        if len(found.text) > LONGEST_LINE_BYTES:
+            raise InputError(f"{found.where}: pieces of one line are longer than {size_text(LONGEST_LINE_BYTES)}")
         if not ends:
             self._begun[server, stream] = found
             return None
@@ -47,7 +52,7 @@ class ContainerLines:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from .. import files
+from ..read_limits import Limits
 from ..settings import FileSource, LogKind
 from . import langfuse, litellm, openai
 from .chat import LogReader, ObjectReader
@@ -15,7 +16,7 @@ from .vllm import VllmReader
 class Format(NamedTuple):
     """One kind of log."""
 
-    items: Callable[[Sequence[Path], str], Iterator[files.Item]]
+    items: Callable[[Sequence[Path], str, Limits], Iterator[files.Item]]
     """Splits files into the reader's items: lines of text, JSON values or table rows."""
     reader: Callable[[FileSource], LogReader]
     joins: bool = True

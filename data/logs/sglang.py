@@ -9,13 +9,13 @@ client sent it, without the id that would join both lines. If a log has such lin
 and times and token counts from the `Finish` lines.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InputError
+from ...storage import parse_json
 from .chat import Entry, JoinedLines, Reason, Timing, body_of, count, line_of
 from .containers import ContainerLines
 from .parsing import arguments, fields, is_cut, literal, number, seconds, unread_reason, unrender
@@ -86,8 +86,8 @@ def _event(value: str, where: str) -> tuple[str | None, float | None, Any, Any]:
     # The JSON form.
     if value.lstrip().startswith("{"):
         try:
-            line = json.loads(value)
-        except (ValueError, RecursionError):
+            line = parse_json(value)
+        except ValueError:
             raise InputError(f"{where}: not valid JSON") from None
         event = line.get("event") if isinstance(line, dict) else None
         if not isinstance(event, str) or event not in _EVENTS:

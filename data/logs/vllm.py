@@ -9,13 +9,13 @@ in JSON (`--logging-config.formatter json`, a formatter of python-json-logger, D
 Docker and Kubernetes. A text line has no year: it comes from the source's `year`, or from the prefix.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from ...storage import parse_json
 from .chat import Entry, JoinedLines, Reason, Timing, line_of
 from .containers import ContainerLines, LogLine
 from .parsing import Rendered, arguments, fields, literal, seconds, unread_reason, unrender
@@ -226,8 +226,8 @@ def _message(line: LogLine) -> tuple[str, Any]:
     """Text of a log line, and the time beside it: of a field if the line is JSON, else of the container's runtime."""
     if line.text.lstrip().startswith("{"):
         try:
-            values = json.loads(line.text)
-        except (ValueError, RecursionError):
+            values = parse_json(line.text)
+        except ValueError:
             values = None
         if isinstance(values, dict):
             text = values.get("message", values.get("log", values.get("msg")))

@@ -211,7 +211,7 @@ class LayerConfig(BaseModel):
     num_attention_heads: int = Field(ge=1)
     num_key_value_heads: int = Field(ge=1)
     head_dim: int = Field(ge=2)
-    vocab_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1, le=1 << 24)  # masks of it are made before any tensor shows its size
     max_position_embeddings: int = Field(ge=1)
     rms_norm_eps: float = Field(gt=0)
     rope_theta: float = Field(gt=0)

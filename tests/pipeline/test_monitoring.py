@@ -1,5 +1,6 @@
 """Metrics of a real (tiny) champion: as a file, over HTTP, beside an engine's counters, and with nothing to tell."""
 
+import base64
 import json
 import threading
 import time
@@ -65,8 +66,10 @@ def engine() -> Iterator[tuple[str, dict[str, Any]]]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            said["path"] = self.path
+            said.update(path=self.path, authorization=self.headers.get("Authorization"))
             self.send_response(said["status"])
+            if "location" in said:
+                self.send_header("Location", said["location"])
             self.end_headers()
             self.wfile.write(said["text"].encode())
 
@@ -257,3 +260,30 @@ def test_engines_that_do_not_answer_are_named_without_their_passwords(engine: tu
     said |= {"status": 200, "text": json.dumps({"no": "timings"})}
     with pytest.raises(InputError, match="has no timings"):
         read_counters([address])
+
+
+def test_a_scrape_follows_no_redirect_sends_no_netrc_and_reads_no_more_than_it_may(
+    engine: tuple[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, said = engine
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    said["text"] = json.dumps({"timings": {"predicted_n": 3, "draft_n": 2, "draft_n_accepted": 1}})
+    assert (read_counters([address]).accepted, said["authorization"]) == (1, None)
+    read_counters([address.replace("//", "//me:p%40ss@")])
+    assert said["authorization"] == "Basic " + base64.b64encode(b"me:p@ss").decode()
+    said.update(status=302, location=f"{address}/elsewhere")
+    with pytest.raises(ServedError, match="answers 302"):
+        read_counters([address])
+    assert said["path"] == "/metrics"
+    said.update(status=200, text=" " * 2000)
+    monkeypatch.setattr(monitoring, "MOST_SCRAPE_BYTES", 1000)
+    with pytest.raises(ServedError, match=r"the reply has more than 1\.00 kB"):
+        read_counters([address])
+    (tmp_path / "saved").write_text(" " * 2000)
+    with pytest.raises(InputError, match=r"has more than 1\.00 kB"):
+        read_counters([str(tmp_path / "saved")])
+    position = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="4000000000"} 1\n'
+    (tmp_path / "saved").write_text(f"vllm:spec_decode_num_drafts_total 1\n{position}")
+    with pytest.raises(InputError, match="position '4000000000' of a draft: must be a number below 10000"):
+        read_counters([str(tmp_path / "saved")])

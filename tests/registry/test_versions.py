@@ -1,19 +1,26 @@
 """Registered versions: registered once, one model a target; what is fetched or resolved is what was recorded."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import pickle
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
+from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
 
 import draftforge.registry
 from draftforge.errors import (
     DiskFullError,
+    DraftforgeError,
     FormatError,
     InputError,
     MissingFileError,
@@ -371,7 +378,82 @@ def test_foreign_pickles_and_empty_models(tracking: Tracking, tmp_path: Path) ->
     uri = foreign(tracking, {"python_model.pkl": "x", "config.json": "{}"})
     with pytest.raises(RegistryError, match="is a pickle"):
         resolve_models_uri(tracking, uri, tmp_path)
-    record = tracking.client.create_model_version(uri.split("/")[1], "file:///nowhere/at/all")
+    empty = f"{tracking.client.get_experiment(tracking.experiment_id).artifact_location}/nothing"
+    record = tracking.client.create_model_version(uri.split("/")[1], empty)
     with pytest.raises(RegistryError, match="holds no files"):
         resolve_models_uri(tracking, f"models:/{record.name}/{record.version}", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["file://{place}", "{place}", "file://{own}/../../place", "http://127.0.0.1:9/x", "mlflow-artifacts://h/1"],
+)
+def test_a_source_outside_the_store_is_refused_before_a_byte_is_copied(
+    tracking: Tracking, tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place := tmp_path / "place").mkdir()
+    (place / "config.json").write_text("{}")
+    own = tracking.client.get_experiment(tracking.experiment_id).artifact_location.removeprefix("file://")
+    name = foreign(tracking, {"config.json": "{}"}).split("/")[1]
+    record = tracking.client.create_model_version(name, source.format(place=place, own=own))
+    uri, models = f"models:/{name}/{record.version}", tmp_path / "models"
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "_walk", lambda *_: pytest.fail("was looked into"))
+        with pytest.raises(DraftforgeError, match=r"outside the store's own places|must be a valid http"):
+            resolve_models_uri(tracking, uri, models)
+    assert not models.is_dir() or list(models.iterdir()) == []
+    if source == "file://{place}":
+        settings = tracking.settings.model_copy(update={"artifact_roots": [str(tmp_path)]})
+        trusting = dataclasses.replace(tracking, settings=settings)
+        assert (resolve_models_uri(trusting, uri, models) / "config.json").is_file()
+
+
+def test_a_file_of_another_size_is_refused_and_removed(tracking: Tracking, crowned: Version, tmp_path: Path) -> None:
+    sizes, into = artifacts.stored_files(tracking, crowned.source), tmp_path / "into"
+    known, name = {name: sizes[name] for name in crowned.lineage.files}, min(crowned.lineage.files)
+    into.mkdir()
+    artifacts.download(tracking, crowned.source, known, into)
+    assert contents(into).keys() == known.keys()
+    with pytest.raises(RegistryError, match=f"{name}: has {known[name]} bytes, the store says {known[name] + 1}"):
+        artifacts.download(tracking, crowned.source, known | {name: known[name] + 1}, into)
+    assert not contents(into)
+
+
+class Endless(BaseHTTPRequestHandler):
+    """A server that never stops sending."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            while True:
+                self.wfile.write(bytes(1 << 16))
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+def test_a_server_sends_no_more_than_it_declares(
+    tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{server.server_port}/api/2.0/mlflow-artifacts/artifacts/1"
+        monkeypatch.setattr(artifacts, "_repository", lambda *_: HttpArtifactRepository(uri))  # type: ignore[no-untyped-call]
+        with pytest.raises(RegistryError, match=r"config\.json: is longer than the 5 bytes that the store declares"):
+            artifacts.download(tracking, uri, {"config.json": 5}, tmp_path)
+        server.shutdown()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_that_is_too_large_is_not_read(tracking: Tracking, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tracking.client.create_run(tracking.experiment_id).info
+    tracking.client.log_text(run.run_id, "x" * 2000, "decisions/one.json")
+    with artifacts.run_files(tracking, run.run_id, ["decisions/one.json"]) as folder:
+        assert (folder / "decisions" / "one.json").stat().st_size == 2000
+    monkeypatch.setattr(artifacts, "MOST_RECORD_BYTES", 1000)
+    with (
+        pytest.raises(RegistryError, match=r"one\.json: has 2\.00 kB; records of up to 1\.00 kB are read"),
+        artifacts.run_files(tracking, run.run_id, ["decisions/one.json"]),
+    ):
+        pass

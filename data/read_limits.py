@@ -1,0 +1,88 @@
+"""Limits of what is read: the longest line, JSON value or row, and what a packed file may unpack to.
+
+A file of strangers must not fill the memory, however small it is: one line may be the whole of it, a kilobyte unpacks
+to a megabyte or more, and a table may repeat one long text a million times.
+"""
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from ..errors import InputError
+
+LONGEST_LINE_BYTES = 64 * 10**6
+LEAST_ROW_BYTES = 64
+"""Bytes that a table's row counts with at least: a small file may hold any number of empty ones."""
+
+
+class Limits(NamedTuple):
+    """Sizes, in bytes, that no real log has."""
+
+    line_bytes: int = LONGEST_LINE_BYTES
+    """Longest line, JSON value or row of a table."""
+    unpacked_bytes: int = 64 * 10**9
+    """Largest content of a packed file, or of a Parquet file."""
+
+
+USUAL = Limits()
+
+
+class TooLargeError(InputError):
+    """What follows in a file cannot be read within the limits; the message says why."""
+
+
+class CountedStream(io.RawIOBase):
+    """Stream that raises TooLargeError once more bytes were read from it than the limit allows."""
+
+    def __init__(self, path: Path, inner: Any, limit: int) -> None:
+        self._path, self._inner, self._limit, self._read = path, inner, limit, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._inner.seekable())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._inner.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._inner.tell())
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._inner.readinto(buffer))
+        self._read += count
+        if self._read > self._limit:
+            raise TooLargeError(f"{self._path}: unpacks to more than read_limits.unpacked_gigabytes allows")
+        return count
+
+
+def rows_within(batch: pa.RecordBatch, longest: int) -> Iterator[dict[str, Any] | int]:
+    """Yield the rows of a batch; of one that is too large its size, as far as it can be told without making it."""
+    if _values_bytes(batch.columns) <= longest:
+        yield from batch.to_pylist()
+        return
+    for number in range(len(batch)):
+        row = batch.slice(number, 1)
+        size = _values_bytes(row.columns)
+        yield row.to_pylist()[0] if size <= longest else size
+
+
+def _values_bytes(arrays: Sequence[pa.Array]) -> int:
+    """Bytes of the values of some arrays, once each has its own: texts count each time that they are named."""
+    size = 0
+    for array in arrays:
+        if pa.types.is_dictionary(array.type):
+            lengths = pc.take(pc.binary_length(array.dictionary), array.indices)
+            size += int(pc.sum(lengths).as_py() or 0) + 8 * len(array)
+        elif pa.types.is_struct(array.type):
+            size += _values_bytes(array.flatten())
+        elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_map(array.type):
+            size += _values_bytes([array.flatten()]) + 8 * len(array)
+        else:
+            size += int(array.nbytes)
+    return size
