@@ -7,9 +7,10 @@ to a file or to standard output, or served at each scrape of a port.
 
 import math
 import re
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from http import HTTPStatus
@@ -18,8 +19,8 @@ from urllib.parse import unquote, urlsplit
 
 import requests
 from mlflow.entities.model_registry import ModelVersion
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.exposition import generate_latest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -45,6 +46,7 @@ from ..registry.connect import Tracking, mlflow_errors
 from ..registry.lineage import Version, as_version
 from ..registry.versions import CHAMPION, aliases, model_name
 from .cli_options import MetricsOptions
+from .listener import Handler, listening_on
 from .promotion import kept_counts
 from .staleness import STALENESS_FILE
 from .workspace import Workspace
@@ -52,7 +54,8 @@ from .workspace import Workspace
 _SCRAPE_SECONDS = 10.0
 MOST_SCRAPE_BYTES = 64 << 20
 """Largest text of an engine's metrics that is read."""
-_WAIT_SECONDS = 3600.0
+METRICS_PATH, CACHE_SECONDS = "/metrics", 5.0
+"""Path of `--listen`, and how long its text is served again."""
 Labels = Mapping[str, str]
 
 
@@ -124,19 +127,41 @@ def _listen(registry: CollectorRegistry, collector: Collector, where: str) -> No
     if not colon or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError(f"--listen {where}: must be HOST:PORT, such as 127.0.0.1:9109")
     registry.register(collector)
+    cached = CachedText(lambda: generate_latest(registry))
+
+    class Scrapes(Handler):
+        def do_GET(self) -> None:  # noqa: N802  http.server's name
+            """Answer /metrics, and nothing else."""
+            if urlsplit(self.path).path != METRICS_PATH:
+                self.answer(HTTPStatus.NOT_FOUND)
+            else:
+                self.answer(HTTPStatus.OK, cached.text(), CONTENT_TYPE_LATEST)
+
     # Brackets are those of an IPv6 address; without a host, this machine alone can connect.
-    try:
-        server, thread = start_http_server(int(port), addr=host.strip("[]") or "127.0.0.1", registry=registry)
-    except OSError as error:
-        raise InputError(f"--listen {where}: cannot be listened on ({error.strerror or error})") from None
-    say(f"metrics: http://{host or '127.0.0.1'}:{port}/metrics")
-    try:
-        while thread.is_alive():
-            thread.join(_WAIT_SECONDS)
-    finally:
-        with suppress(Exception):
-            server.shutdown()
-            server.server_close()
+    with listening_on(Scrapes, host.strip("[]") or "127.0.0.1", int(port), f"--listen {where}"):
+        say(f"metrics: http://{host or '127.0.0.1'}:{port}{METRICS_PATH}")
+        wait_until_stopped()
+
+
+def wait_until_stopped() -> None:
+    """Wait for a signal's exception."""
+    threading.Event().wait()
+
+
+class CachedText:
+    """Text that is made at most once in CACHE_SECONDS, by one thread at a time: a scrape asks registry and engines."""
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._text, self._until = b"", -math.inf
+
+    def text(self) -> bytes:
+        """The text, made anew where it is too old."""
+        with self._lock:
+            if time.monotonic() >= self._until:
+                self._text = self._make()
+                self._until = time.monotonic() + CACHE_SECONDS
+            return self._text
 
 
 class ChampionCollector(Collector):
@@ -246,7 +271,7 @@ def _source_text(source: str) -> str:
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--served {source}: not a readable text file ({error})") from None
     # A server. The address may hold a password: errors show it without.
-    address = source if "/" in source.split("://", 1)[1].rstrip("/") else f"{source.rstrip('/')}/metrics"
+    address = source if "/" in source.split("://", 1)[1].rstrip("/") else f"{source.rstrip('/')}{METRICS_PATH}"
     try:
         return _scrape(address)
     except UnusableError as error:

@@ -9,7 +9,6 @@ moved starts a retraining.
 import base64
 import hashlib
 import hmac
-import json
 import logging
 import os
 import re
@@ -18,18 +17,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apscheduler.schedulers.background import BackgroundScheduler
 
+from .. import storage
 from ..errors import InputError
 from ..progress import say
 from .cli_options import WatchOptions
+from .listener import Handler, listening_on
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -51,8 +51,8 @@ SECRET_VARIABLE = "DRAFTFORGE_WEBHOOK_SECRET"
 SIGNATURE, TIMESTAMP, DELIVERY = "X-MLflow-Signature", "X-MLflow-Timestamp", "X-MLflow-Delivery-Id"
 MOST_BYTES = 64 * 1024
 _CLOCK_SKEW_SECONDS = 300.0
-_MOST_DELIVERIES = 1000  # remembered against replays: more than five minutes of them
-_READ_SECONDS = 10.0
+DELIVERIES_FILE = ".deliveries.json"
+"""Ids of recent deliveries, in the work folder; hidden, as a folder with other content is never taken over."""
 
 Start = Callable[[], "subprocess.Popen[bytes]"]
 
@@ -78,7 +78,8 @@ def watch(recipe: "Recipe", arguments: Sequence[str], options: WatchOptions) -> 
         schedule.serve()
         return 0
     name, alias = watched_alias(recipe.target.model)
-    receiver = Receiver(secret_of(), lambda event: matches(event, name, alias), schedule.request)
+    kept = recipe.workdir.resolve() / DELIVERIES_FILE
+    receiver = Receiver(secret_of(), lambda event: matches(event, name, alias), schedule.request, kept)
     with listening(receiver, options.bind, options.webhook) as port:
         say(f"listening for webhooks of {name}@{alias} on {options.bind}:{port}")
         schedule.serve()
@@ -264,9 +265,19 @@ def watched_alias(model: str) -> tuple[str, str]:
 class Receiver:
     """Webhook receiver: authenticates each delivery, and acts once on each that matches."""
 
-    def __init__(self, secret: str, matches: Callable[[Any], bool], act: Callable[[], None]) -> None:
-        self._secret, self._matches, self._act = secret, matches, act
-        self._seen: deque[str] = deque(maxlen=_MOST_DELIVERIES)
+    def __init__(
+        self, secret: str, matches: Callable[[Any], bool], act: Callable[[], None], kept: Path | None = None
+    ) -> None:
+        """`kept`: the file that keeps what was seen, so that no replay is acted on after a restart; None: no file.
+
+        Raises CorruptDataError where that file is damaged.
+        """
+        self._secret, self._matches, self._act, self._kept = secret, matches, act, kept
+        # By id of a delivery: the unix time until which its signature is recent enough to be sent again.
+        self._seen: dict[str, float] = {}
+        if kept is not None and kept.is_file():
+            known = storage.read_object(kept).items()
+            self._seen = {delivery: float(until) for delivery, until in known if isinstance(until, int | float)}
         self._lock = threading.Lock()
 
     def accept(self, headers: Mapping[str, str], body: bytes) -> int:
@@ -284,13 +295,17 @@ class Receiver:
             return 401
         # A replay is answered as done: MLflow repeats deliveries whose answer it missed.
         with self._lock:
+            now = time.time()
+            self._seen = {known: until for known, until in self._seen.items() if until >= now}
             if delivery in self._seen:
                 return 204
-            self._seen.append(delivery)
+            self._seen[delivery] = int(timestamp) + _CLOCK_SKEW_SECONDS
+            if self._kept is not None:
+                storage.write_json(self._kept, self._seen)
         # 2) Is it about this target's alias?
         try:
-            event = json.loads(body)
-        except (ValueError, RecursionError):
+            event = storage.parse_json(body)
+        except ValueError:
             return 400
         if not self._matches(event):
             return 204
@@ -301,55 +316,23 @@ class Receiver:
 
 @contextmanager
 def listening(receiver: Receiver, address: str, port: int) -> Iterator[int]:
-    """Serve deliveries in a thread while the body runs; yields the port (0 takes a free one).
+    """Serve deliveries while the body runs; yields the port (0 takes a free one).
 
     Raises InputError where the address cannot be listened on.
     """
-    try:
-        server = ThreadingHTTPServer((address, port), _handler(receiver))
-    except (OSError, OverflowError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise InputError(f"--webhook {port}: cannot listen on {address}:{port} ({reason})") from None
-    # Threads of open connections must not keep the process alive.
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
-
-def _handler(receiver: Receiver) -> type[BaseHTTPRequestHandler]:
-    """Handler class of HTTP requests that passes POST bodies to `receiver`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _READ_SECONDS
-        server_version, sys_version = "draftforge", ""
-
-        def do_POST(self) -> None:
+    class Deliveries(Handler):
+        def do_POST(self) -> None:  # noqa: N802  http.server's name
             """Read a delivery of limited size, and answer with the receiver's status."""
             # The size is checked before anything is read: whoever sends it is not authenticated yet.
             length = self.headers.get("Content-Length") or ""
             if not length.isdecimal():
-                self._answer(411)
-            elif int(length) > MOST_BYTES:
-                self._answer(413)
+                self.answer(411)
+            elif len(length) > len(str(MOST_BYTES)) or int(length) > MOST_BYTES:
+                self.answer(413)
             else:
                 body = self.rfile.read(int(length))
-                self._answer(receiver.accept(self.headers, body))  # type: ignore[arg-type]
+                self.answer(receiver.accept(self.headers, body))  # type: ignore[arg-type]
 
-        def _answer(self, status: int) -> None:
-            """Send a status without a body, and close the connection."""
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.send_header("Connection", "close")
-            self.end_headers()
-            self.close_connection = True
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Log nothing: deliveries that start something are said, and the rest is noise that anybody can make."""
-
-    return Handler
+    with listening_on(Deliveries, address, port, f"--webhook {port}") as bound:
+        yield bound

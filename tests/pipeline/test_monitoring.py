@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from draftforge.eval.leaderboard import serving
 from draftforge.pipeline import monitoring
 from draftforge.pipeline.cli_options import MetricsOptions
 from draftforge.pipeline.distill import distill
+from draftforge.pipeline.listener import Handler
 from draftforge.pipeline.monitoring import ChampionCollector, read_counters, write_metrics
 from draftforge.pipeline.promotion import kept_counts
 from draftforge.pipeline.workspace import Workspace
@@ -166,21 +168,27 @@ def test_the_port_answers_until_it_is_stopped(
     space = Workspace(load_recipe(write_recipe()))
     address, said = engine
     opened: list[Any] = []
-    inner = monitoring.start_http_server
-    asked = threading.Event()
+    inner, asked, stopped = monitoring.listening_on, threading.Event(), threading.Event()
 
-    def start(port: int, **options: Any) -> Any:
-        opened.append(inner(0, **options))  # a free one
-        asked.set()
-        return opened[0]
+    @contextmanager
+    def start(handler: type[Handler], host: str, port: int, option: str) -> Iterator[int]:
+        with inner(handler, host, 0, option) as bound:  # a free one
+            opened.append((host, bound))
+            asked.set()
+            yield bound
 
-    monkeypatch.setattr(monitoring, "start_http_server", start)
+    monkeypatch.setattr(monitoring, "listening_on", start)
+    monkeypatch.setattr(monitoring, "CACHE_SECONDS", 0.0)
+    monkeypatch.setattr(monitoring, "wait_until_stopped", lambda: stopped.wait(300))
     options = MetricsOptions(listen="127.0.0.1:9109", served=[address], interval_seconds=60.0)
     run = threading.Thread(target=lambda: write_metrics(space, options), daemon=True)
     run.start()
     assert asked.wait(60)
-    server, _ = opened[0]
-    url = f"http://127.0.0.1:{server.server_port}/metrics"
+    ((host, port),) = opened
+    url = f"http://{host}:{port}/metrics"
+    for path in ("", "/", "/metrics/", "/other"):
+        assert requests.get(f"http://{host}:{port}{path}", timeout=60).status_code == 404
+    assert "path" not in said  # and the engine was not asked
     said["text"] = vllm(100, 50, 400)
     first = samples(requests.get(url, timeout=60).text)
     assert value(first, "served_up") == 1 and value(first, "served_rounds") == 0  # the window begins
@@ -192,9 +200,23 @@ def test_the_port_answers_until_it_is_stopped(
     said["status"] = 503
     down = samples(requests.get(url, timeout=60).text)
     assert value(down, "served_up") == 0 and value(down, "champion_exists") == 0
-    server.shutdown()
+    stopped.set()
     run.join(60)
     assert not run.is_alive()
+
+
+def test_metrics_are_made_once_for_many_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, made = [100.0], []
+    monkeypatch.setattr(monitoring.time, "monotonic", lambda: now[0])
+
+    def make() -> bytes:
+        made.append(now[0])
+        return str(len(made)).encode()
+
+    cached = monitoring.CachedText(make)
+    assert [cached.text() for _ in range(3)] == [b"1"] * 3
+    now[0] += monitoring.CACHE_SECONDS
+    assert cached.text() == b"2" and made == [100.0, 105.0]
 
 
 def test_the_window_moves_on(write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from mlflow.webhooks import delivery as mlflow_delivery
 
 from draftforge.cli import _sigterm_unwinds
-from draftforge.errors import InputError, StoppedError
+from draftforge.errors import CorruptDataError, InputError, StoppedError
 from draftforge.pipeline import watch as watching
 from draftforge.pipeline.watch import (
     DELIVERY,
@@ -34,6 +34,7 @@ from draftforge.pipeline.watch import (
     secret_of,
     watched_alias,
 )
+from draftforge.storage import read_json
 
 
 class Process:
@@ -283,6 +284,29 @@ def test_an_alias_that_moved_asks_for_a_retraining_once(server: Server) -> None:
     assert server.post(body, signed(body)) == 202
     assert server.post(body, signed(body)) == 204  # the same delivery again
     assert server.requested == 1
+
+
+def test_a_replay_is_known_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, kept, acted = json.dumps(MOVED).encode(), tmp_path / "deliveries.json", []
+
+    def restarted() -> Receiver:
+        return Receiver(SECRET, lambda event: matches(event, "assistant", "production"), lambda: acted.append(1), kept)
+
+    headers = signed(body)
+    assert restarted().accept(headers, body) == 202
+    assert restarted().accept(headers, body) == 204 and acted == [1]
+    assert restarted().accept(signed(body, "d2"), body) == 202
+    # Ids are forgotten only once their signature is too old.
+    now = time.time()
+    monkeypatch.setattr(watching.time, "time", lambda: now + 290)
+    assert restarted().accept(headers, body) == 204
+    monkeypatch.setattr(watching.time, "time", lambda: now + 310)
+    assert restarted().accept(headers, body) == 401
+    assert restarted().accept(signed(body, "d3", at=now + 310), body) == 202
+    assert list(read_json(kept)) == ["d3"]
+    kept.write_text("[")
+    with pytest.raises(CorruptDataError, match="not valid JSON"):
+        restarted()
 
 
 @pytest.mark.parametrize(
