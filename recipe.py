@@ -64,6 +64,7 @@ _REPLACED = {
     "score.bootstrap_samples": "is gone: intervals are computed, not resampled; leave it out",
 }
 """Keys that recipes had, and what became of them."""
+_MOST_CHARACTERS, _MOST_NODES, _MOST_LEVELS = 1_000_000, 100_000, 50  # of a YAML file
 _BASELINES = (*TRAINING_FREE, "none", "plain")  # what tables and `--draft` call decoding without a trained draft
 
 
@@ -257,7 +258,14 @@ _Loader.add_implicit_resolver(
 def _parse_yaml(text: str, where: str) -> Any:
     """Parse YAML text. Raises RecipeError, which names `where` and the line."""
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_nodes(node, where)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise RecipeError(f"{where}: not valid YAML: nested deeper than {_MOST_LEVELS} levels") from None
     except yaml.MarkedYAMLError as error:
         line = f" line {error.problem_mark.line + 1}:" if error.problem_mark else ""
         raise RecipeError(f"{where}:{line} not valid YAML: {error.problem}") from None
@@ -265,14 +273,42 @@ def _parse_yaml(text: str, where: str) -> Any:
         raise RecipeError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
+def _check_nodes(root: yaml.Node, where: str) -> None:
+    """Raise RecipeError for a document that is too deep, or too large once its aliases are followed.
+
+    An alias of aliases stands for any number of values: each counts as often as it would be read.
+    """
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        # A node that is met inside itself has no end.
+        if id(node) in open_nodes or len(open_nodes) >= _MOST_LEVELS:
+            raise RecipeError(f"{where}: not valid YAML: nested deeper than {_MOST_LEVELS} levels")
+        open_nodes.add(id(node))
+        inner = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else ()
+        pairs = inner if isinstance(node, yaml.MappingNode) else ((one,) for one in inner)
+        sizes[id(node)] = 1 + sum(size(one) for pair in pairs for one in pair)
+        open_nodes.remove(id(node))
+        return sizes[id(node)]
+
+    if size(root) > _MOST_NODES:
+        raise RecipeError(f"{where}: not valid YAML: its aliases stand for more than {_MOST_NODES:,} values")
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping. Raises MissingFileError or RecipeError, both naming the file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_MOST_CHARACTERS + 1)
     except FileNotFoundError:
         raise MissingFileError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: not a readable text file ({error})") from None
+    if len(text) > _MOST_CHARACTERS:
+        raise RecipeError(f"{path.name}: must have at most {_MOST_CHARACTERS:,} characters")
     raw = _parse_yaml(text, path.name)
     if not isinstance(raw, dict):
         raise RecipeError(f"{path.name}: must be a mapping of section names to settings")

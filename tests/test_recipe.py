@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
+from forked import run
+from limited import under_limits
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draftforge import recipe
@@ -133,6 +135,27 @@ def test_a_file_that_is_no_mapping_or_not_there(tmp_path: Path) -> None:
         recipe.read(Small, tmp_path / "none.yaml")
     with pytest.raises(RecipeError, match="not a readable text file"):
         recipe.read(Small, tmp_path)
+
+
+def test_aliases_are_followed_to_a_size_and_yaml_to_a_depth(tmp_path: Path) -> None:
+    assert read(tmp_path, "drafts: {a: &a {steps: 3}, b: *a, c: {<<: *a, warm: 1}}").drafts["c"].steps == 3
+    ended = run(under_limits, [100, 30, __file__, "_hostile_yaml", str(tmp_path)], tmp_path / "log")
+    assert ended.code == 0, ended.said
+
+
+def _hostile_yaml(folder: str) -> None:
+    laughs = "\n".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 10 if i else ['ha'])}]" for i in range(30))
+    for text, said in (
+        (laughs, "its aliases stand for more than 100,000 values"),
+        ("a: &a [*a]", "nested deeper than 50 levels"),
+        ("a: " + "[" * 60 + "]" * 60, "nested deeper than 50 levels"),
+        ("a: " + "[" * 20_000, "nested deeper than 50 levels"),
+        ("a: " + "x" * 1_000_000, "must have at most 1,000,000 characters"),
+    ):
+        (line,) = lines(Path(folder), text)
+        assert line.startswith("recipe.yaml: ") and line.endswith(said), line
+    with pytest.raises(RecipeError, match="nested deeper"):
+        read(Path(folder), "", "train=" + "[" * 60 + "]" * 60)
 
 
 def test_overrides_are_yaml_and_reach_sections_mappings_and_lists(tmp_path: Path) -> None:
