@@ -137,7 +137,9 @@ class JsonServer:
                 stream=True,
             ) as reply:
                 content = read_body(reply, self._most_bytes, until)
-        except (requests.RequestException, UnusableError) as error:
+        except UnusableError as error:
+            raise _RetryableError(f"unusable reply ({error})") from None
+        except requests.RequestException as error:
             raise _RetryableError(f"no reply ({type(error).__name__}: {one_line(error, 150)})") from None
 
         # 2) Its status.

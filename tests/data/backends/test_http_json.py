@@ -70,7 +70,7 @@ def test_a_reply_without_end_is_not_read_on(serve: Serve, packed: bool) -> None:
     url = (
         serve(lambda handler: handler.wfile.write(bomb), {"Content-Encoding": "gzip"}) if packed else serve(endless, {})
     )
-    with pytest.raises(EngineError, match=r"the reply has more than 1\.00 kB \(1 tries\)"):
+    with pytest.raises(EngineError, match=r"unusable reply \(the reply has more than 1\.00 kB\) \(1 tries\)"):
         asked(url)
 
 
