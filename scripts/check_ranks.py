@@ -207,12 +207,15 @@ def identity(rank: int) -> dict[str, str]:
 
 def start(arguments: Sequence[str], place: Mapping[str, str], log: Path, start_limit: float | None = None) -> Any:
     """Start one rank, `draftforge ARGUMENTS`. `start_limit`: seconds that it waits for others to start."""
-    code = "import sys\nfrom datetime import timedelta\nfrom draftforge import cli, distributed\n"
-    code += f"distributed.START_LIMIT = timedelta(seconds={start_limit})\n" * (start_limit is not None)
+    program = ["-m", "draftforge.cli"]
+    if start_limit is not None:
+        lines = ["import sys", "from datetime import timedelta", "from draftforge import cli, distributed"]
+        lines += [f"distributed.START_LIMIT = timedelta(seconds={start_limit})", "cli.main(sys.argv[1:])"]
+        program = ["-c", "\n".join(lines)]
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with log.open("w") as stream:
         return subprocess.Popen(
-            [sys.executable, "-c", f"{code}cli.main(sys.argv[1:])", *arguments],
+            [sys.executable, *program, *arguments],
             stdout=stream,
             stderr=subprocess.STDOUT,
             env={**os.environ, **threads, **place},
