@@ -12,6 +12,7 @@ from typing import Any
 
 MASK = "***"
 _SHORTEST_VARIABLE = 8  # shorter values of the environment are words that stand anywhere
+_WORKING_FOLDER = "PWD"  # every shell sets it; no password
 # `eos_token` and its like are ids of a tokenizer.
 _NAME = (
     r"(?![\w-]*?(?:bos|eos|pad|unk|mask|stop)[_-]token\b)(?:\w{1,40}?[_-])?(?:pass(?:word|wd|phrase)|pwd|secret|token"
@@ -44,7 +45,11 @@ _PATTERNS = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead 
 def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Text with every secret in it as `***`: by its name, by its form, or as the value of a secret variable."""
     # Values of the environment first, the longest first: one may hold another.
-    secrets = {value for name, value in environment.items() if _is_secret(name) and len(value) >= _SHORTEST_VARIABLE}
+    secrets = {
+        value
+        for name, value in environment.items()
+        if name != _WORKING_FOLDER and _is_secret(name) and len(value) >= _SHORTEST_VARIABLE
+    }
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, MASK)
     for pattern, instead in _PATTERNS:

@@ -47,6 +47,8 @@ def test_what_errors_say_stays(text: str) -> None:
 def test_values_of_secret_variables_are_masked() -> None:
     variables = {"DB_PASSWORD": "correct horse", "HOME_TOWN": "correct horses", "API_KEY": "short"}
     assert masked("it is correct horse; short", variables) == "it is ***; short"
+    # A shell's working folder is no password: every path below it would be hidden.
+    assert masked("/data/runs/report.html", {"PWD": "/data/runs", "OLDPWD": "/data/runs"}) == "/data/runs/report.html"
 
 
 def test_values_are_masked_by_their_keys_and_flags() -> None:
