@@ -81,7 +81,8 @@ def explain_out_of_memory(settings: Settings, rank: int) -> Iterator[None]:
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the GPU's peak memory: what this process did before does not count."""
     if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # a training that goes on may have used no GPU before, which the reset refuses
+        # A training that goes on may have used no GPU before, which the reset would refuse.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.reset_peak_memory_stats(device)
 
 
