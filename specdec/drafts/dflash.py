@@ -17,7 +17,7 @@ Parameters bear the names of the checkpoint layout that vLLM and SGLang read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -62,8 +62,8 @@ class DFlashConfig(LayerConfig):
     """Tokens that attention sees, the query's own included; None: all of them."""
     full_attention_layers: tuple[int, ...] = ()
     """Layers of the draft, from 0, without the sliding window."""
-    causal_layers: tuple[int, ...] = ()
-    """Layers whose tokens see no later token of their block."""
+    causal: Literal["none", "sliding", "all"] = "none"
+    """Layers whose tokens see no later token of their block: none, those with the window, or all."""
 
     @model_validator(mode="after")
     def _consistent(self) -> "DFlashConfig":
@@ -86,7 +86,7 @@ class DFlashConfig(LayerConfig):
     def sight(self, layer: int) -> "Sight":
         """What the tokens of a block see in a layer."""
         window = None if layer in self.full_attention_layers else self.sliding_window
-        return Sight(window, layer in self.causal_layers)
+        return Sight(window, self.causal == "all" or (self.causal == "sliding" and window is not None))
 
 
 class BlockLayer(DecoderLayer):

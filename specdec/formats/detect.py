@@ -15,6 +15,14 @@ from .tensors import is_pickle, pickled, read_types
 
 Layout = Literal["hf", "eagle", "eagle3", "medusa", "dflash", "speculators", "gguf"]
 _SHOWN = 5
+# Drafts of other kinds, by architecture, and the engines that read them.
+_READ_BY = {
+    "Eagle3DeepseekV2ForCausalLM": "vLLM reads",
+    "Eagle3DeepseekV3ForCausalLM": "vLLM reads",
+    "DFlash2DraftModel": "vLLM reads",
+    "DSparkDraftModel": "vLLM and SGLang read",
+    "Qwen3DSparkModel": "vLLM and SGLang read",
+}
 
 
 def read_draft(place: Path, target_layers: int | None = None) -> DraftModule:
@@ -67,9 +75,14 @@ def detect(place: Path) -> Layout:
     if found is None:
         raise FormatError(
             f"{place}: not a draft that can be read: architectures {named}, model_type {raw.get('model_type')}, "
-            f"tensors {_some(tensors)}"
+            f"tensors {_some(tensors)}{_readers(named)}"
         )
     return found
+
+
+def _readers(named: Iterable[Any]) -> str:
+    readers = [_READ_BY[name] for name in map(str, named) if name in _READ_BY]
+    return f"; {readers[0]} it" if readers else ""
 
 
 def _layout(raw: Mapping[str, Any], named: set[str], tensors: set[str]) -> Layout | None:

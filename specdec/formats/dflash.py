@@ -55,7 +55,7 @@ def write(draft: DFlashDraft, folder: Path) -> None:
 
 def check_writable(config: DFlashConfig) -> None:
     """Raise FormatError for a draft with windows or causal layers: engines differ in how a config says them."""
-    if config.sliding_window is not None or config.causal_layers:
+    if config.sliding_window is not None or config.causal != "none":
         raise FormatError("dflash drafts with a sliding window or causal layers are read and scored, not written")
 
 
@@ -156,9 +156,8 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
 
     # Layers with a window are causal unless the config says otherwise for all of them.
     causal = raw.get("is_causal", nested.get("causal"))
-    sliding = tuple(layer for layer in range(config.num_hidden_layers) if config.sight(layer).window is not None)
-    every = tuple(range(config.num_hidden_layers)) if causal else ()
-    return config.model_copy(update={"causal_layers": sliding if causal is None else every})
+    sliding = "none" if config.sliding_window is None else "sliding"
+    return config.model_copy(update={"causal": sliding if causal is None else "all" if causal else "none"})
 
 
 def _swa_fields(path: Path, raw: Mapping[str, Any], nested: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,8 @@ def load(config: Eagle3Config, stored: Stored, mask_token_id: int | None = None)
     # for each.
     where = stored.where
     tensors = {_NUMBERED.sub(_THEIRS, name): tensor for name, tensor in stored.tensors.items()}
+    if len(tensors) < len(stored.tensors):
+        raise FormatError(f"{where}: holds a layer twice, as midlayer.0 and as layers.0")
     check_count(where, "num_hidden_layers", config.num_hidden_layers, tensors)
     layer = LAYER if any(name.startswith(LAYER) for name in tensors) else OTHER_LAYER
     tensors = _plain(config, layer, where, tensors)
@@ -120,8 +122,8 @@ def _plain(config: Eagle3Config, layer: str, where: Path, tensors: Mapping[str, 
     # Qwen 2's attention has no bias after it, ours all or none.
     for prefix in _prefixes(config, layer) if config.attention_bias else ():
         weight = found.get(f"{prefix}self_attn.o_proj.weight")
-        if weight is not None:
-            found.setdefault(f"{prefix}self_attn.o_proj.bias", weight.new_zeros(len(weight)))
+        if weight is not None and weight.dim() == 2:
+            found.setdefault(f"{prefix}self_attn.o_proj.bias", weight.new_zeros(weight.shape[0]))
     return found
 
 

@@ -107,24 +107,27 @@ def read_config(
 
     # The layers; what the tensors tell goes before the config, whose model_type is often the target's.
     fields = layer_fields(path, _plain_layer(path, raw))
-    fields["num_hidden_layers"] = raw.get("num_hidden_layers") or 1
+    layers = raw.get("num_hidden_layers")
+    fields["num_hidden_layers"] = 1 if layers is None else layers
     fields["body"] = "qwen3" if any(name.endswith("self_attn.q_norm.weight") for name in tensors) else "llama"
     bias = any(name.endswith("self_attn.q_proj.bias") for name in tensors)
     fields["attention_bias"] = bias or bool(raw.get("attention_bias"))
     fields["fc_bias"] = "fc.bias" in tensors
-    fields |= window_fields(path, raw, fields["num_hidden_layers"])
+    if type(fields["num_hidden_layers"]) is int:  # else the config refuses it
+        fields |= window_fields(path, raw, fields["num_hidden_layers"])
 
     # Flags may stand in either place, which must agree.
     for flag in FLAGS:
-        values = {bool(place[flag]) for place in (raw, nested) if place.get(flag) is not None}
-        if len(values) > 1:
+        values = [place[flag] for place in (raw, nested) if place.get(flag) is not None]
+        if len(values) > 1 and values[0] != values[1]:
             raise FormatError(f"{path}: {_NESTED}.{flag} {nested[flag]}: must equal {flag} {raw[flag]}")
         if values:
-            fields[flag] = values.pop()
+            fields[flag] = values[0]
 
     # target_hidden_size follows from fc, and draft_vocab_size is vocab_size, where they are absent.
     fields["aux_layers"] = aux = _aux_layers(path, raw, nested, target_layers)
-    width = tensors["fc.weight"].shape[-1] if aux and "fc.weight" in tensors else 0
+    fc = tensors.get("fc.weight")
+    width = fc.shape[1] if aux and fc is not None and fc.dim() == 2 else 0
     known = width // len(aux) if width and width % len(aux) == 0 else raw.get("hidden_size")
     fields["target_hidden_size"] = raw.get("target_hidden_size") or known
     fields["draft_vocab_size"] = raw.get("draft_vocab_size") or raw.get("vocab_size")

@@ -28,6 +28,7 @@ _LLAMA_DEFAULTS = {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
 SLIDES, FULL = "sliding_attention", "full_attention"
 _QWEN_FIRST = 28  # max_window_layers where a Qwen's config names none
 QWEN3_DEFAULTS = {"head_dim": 128, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6}
+_MOST_LAYERS = 1024
 _LLAMA_THETA = 10000.0
 _BESIDE_SCALING = ("type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 # No scaling at all: of several coordinates a text has the same in each (mrope); the base grows past the draft's context
@@ -103,7 +104,7 @@ def window_fields(path: Path, raw: Mapping[str, Any], layers: int) -> dict[str, 
     # Each layer's type, by the draft's own number; a list may be the target's, of which vLLM takes the first ones.
     window, types = raw.get("sliding_window"), raw.get("layer_types")
     if types is not None:
-        if not isinstance(types, list) or len(types) < layers or not set(types) <= {SLIDES, FULL}:
+        if not isinstance(types, list) or len(types) < layers or not all(kind in (SLIDES, FULL) for kind in types):
             raise FormatError(f"{path}: layer_types {types}: must be {FULL} or {SLIDES} for each of {layers} layers")
         types = types[:layers]
         if SLIDES in types and window is None:
@@ -117,7 +118,11 @@ def window_fields(path: Path, raw: Mapping[str, Any], layers: int) -> dict[str, 
     if raw.get("use_sliding_window") is None:
         raise FormatError(f"{path}: sliding_window {window}: layer_types must say which layers slide, {FULL} for none")
     first = raw.get("max_window_layers", _QWEN_FIRST if str(raw.get("model_type")).startswith("qwen") else 0)
-    full = list(range(min(layers, first or 0)))
+    if type(first) is not int or layers > _MOST_LAYERS:
+        raise FormatError(
+            f"{path}: max_window_layers {first}: must be a number, of at most {_MOST_LAYERS} layers; there are {layers}"
+        )
+    full = list(range(min(layers, first)))
     return {} if len(full) == layers else {"sliding_window": window, "full_attention_layers": full}
 
 
@@ -178,9 +183,11 @@ def without_frequencies(config: LayerConfig, where: Path, tensors: Mapping[str, 
     """
     found = dict(tensors)
     for name in [name for name in found if name.endswith("rotary_emb.inv_freq")]:
-        wanted = frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
-        table = found.pop(name).float()
-        if table.shape != wanted.shape or not torch.allclose(table, wanted, rtol=1e-2):  # may be stored in bfloat16
+        table, fits = found.pop(name), False
+        if table.shape == (config.head_dim // 2,):
+            wanted = frequencies(config.rope_theta, config.head_dim, config.rope_scaling)
+            fits = torch.allclose(table.float(), wanted, rtol=1e-2)  # may be stored in bfloat16
+        if not fits:
             raise FormatError(f"{where}: tensor {name} has other rotary frequencies than the config")
     return found
 

@@ -144,10 +144,11 @@ def read_dflash_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
     config = dflash.dimensions(path, {**layer, **{name: raw.get(name) for name in named}}, own)
 
     # Layers with a window are causal or not by a key of their own, all others never.
-    sliding = tuple(layer for layer in range(config.num_hidden_layers) if config.sight(layer).window is not None)
-    if sliding and raw.get(_NOT_CAUSAL) is None:
+    if config.sliding_window is None:
+        return config
+    if raw.get(_NOT_CAUSAL) is None:
         raise FormatError(f"{path}: {_NOT_CAUSAL}: must be named: vLLM takes none for true, speculators for false")
-    return config.model_copy(update={"causal_layers": () if raw.get(_NOT_CAUSAL) else sliding})
+    return config.model_copy(update={"causal": "none" if raw[_NOT_CAUSAL] else "sliding"})
 
 
 def _layer(path: Path, raw: Mapping[str, Any], kinds: Sequence[str]) -> Mapping[str, Any]:

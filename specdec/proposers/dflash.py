@@ -51,7 +51,7 @@ class DFlashDrafter:
         depth_BW = torch.arange(self._block, device=self._cache.device).expand(batch, -1)
         whole_BWW = depth_BW.new_ones(batch, self._block, self._block, dtype=torch.bool)
         step = self._cache.branch(depth_BW, whole_BWW)
-        causal = self._cache.branch(depth_BW, whole_BWW.tril()) if self._draft.config.causal_layers else None
+        causal = self._cache.branch(depth_BW, whole_BWW.tril()) if self._draft.config.causal != "none" else None
 
         # One pass for all levels; mask j drafts level j, and the anchor's own state is not used.
         embeds_BWH = self._blocks(self._last_S[:batch], self._block - 1)

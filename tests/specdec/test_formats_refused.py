@@ -159,6 +159,13 @@ def test_vocabularies_that_do_not_fit(name: Format, change: Any, message: str, t
         ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm True: must be False"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc true: must be false where fc_norm is true"),
         ({"layer_types": ["sliding_attention"]}, "layer_types .*: needs sliding_window"),
+        ({"layer_types": [["full_attention"]]}, "must be full_attention or sliding_attention for each of 1 layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: Input should be greater than or equal to 1"),
+        ({"num_hidden_layers": [1]}, "num_hidden_layers: Input should be a valid integer"),
+        (
+            {"sliding_window": 9, "use_sliding_window": True, "max_window_layers": "2"},
+            "max_window_layers 2: must be a num",
+        ),
         ({"layer_types": ["chunked_attention"]}, "must be full_attention or sliding_attention for each of 1 layers"),
         ({"layer_types": ["full_attention"], "num_hidden_layers": 2}, "for each of 2 layers"),
         ({"sliding_window": 32}, "sliding_window 32: layer_types must say which layers slide"),
@@ -237,6 +244,10 @@ BLOCK = {"mask_token_id": 60, "target_layer_ids": [0, 1, 3]}
         ({"attention_bias": True}, "attention_bias True: must be False"),
         ({"num_hidden_layers": None}, "num_hidden_layers: Input should be a valid integer"),
         ({"num_hidden_layers": 99}, "num_hidden_layers 99: there are only 28 tensors"),
+        (
+            {"num_hidden_layers": 10**12, "dflash_config": {**BLOCK, "use_swa": True, "swa_window_size": 9}},
+            "num_hidden_layers 1000000000000: there are only 28 tensors",
+        ),
     ],
 )
 def test_dflash_configs_that_ask_for_something_else(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -338,7 +349,7 @@ def test_folders_that_hold_something_else_are_described(tmp_path: Path) -> None:
     assert str(refused.value) == (
         f"{tmp_path}: not a draft that can be read: architectures ['DSparkDraftModel'], model_type qwen3, tensors "
         "fc.weight, hidden_norm.weight, layers.0.mlp.up_proj.weight, layers.1.mlp.up_proj.weight, "
-        "layers.2.mlp.up_proj.weight and 2 more"
+        "layers.2.mlp.up_proj.weight and 2 more; vLLM and SGLang read it"
     )
 
 

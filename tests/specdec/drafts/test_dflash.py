@@ -80,8 +80,9 @@ def plainly(draft: DFlashDraft, embeds_WH: Tensor, aux_TA: Tensor, anchor: int) 
 SIGHTS: list[dict[str, Any]] = [
     {},
     {"sliding_window": 3},
-    {"sliding_window": 2, "causal_layers": (0, 1)},
-    {"sliding_window": 5, "full_attention_layers": (1,), "causal_layers": (0,)},
+    {"sliding_window": 2, "causal": "all"},
+    {"sliding_window": 5, "full_attention_layers": (1,), "causal": "sliding"},
+    {"causal": "all"},
 ]
 
 

@@ -230,6 +230,19 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], Change, str]] = {
     "layers": ({}, {"num_hidden_layers": 2}, nothing, r"layers\.1\.input_layernorm\.weight is missing"),
     "many-layers": ({}, {"num_hidden_layers": 99}, nothing, "num_hidden_layers 99: there are only 15 tensors"),
     "mask": ({}, {}, lambda t: t.update(mask_hidden=torch.zeros(72)), "mask_token_id None: must be a token id below"),
+    "twice": (
+        {"num_hidden_layers": 2},
+        {},
+        lambda t: t.update({name.replace("layers", "midlayer"): t[name] + 1 for name in [*t] if "layers.1" in name}),
+        "holds a layer twice, as midlayer.0 and as layers.0",
+    ),
+    "flat-fc": ({}, {"target_hidden_size": None}, lambda t: t.update({"fc.weight": t["fc.weight"].flatten()}), "shape"),
+    "endless": (
+        {},
+        {"num_hidden_layers": 10**12, "sliding_window": 9, "use_sliding_window": True},
+        nothing,
+        "max_window_layers 0: must be a number, of at most 1024 layers; there are 1000000000000",
+    ),
     "phi3": ({}, {"model_type": "phi3", "rms_norm_eps": None}, nothing, "rms_norm_eps: must be named for model_type"),
     "alpha": ({}, {"rope_scaling": {"type": "dynamic", "alpha": 9.0}}, nothing, r"alpha 9\.0: vLLM reads it"),
     "grows": (

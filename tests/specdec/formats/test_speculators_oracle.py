@@ -147,7 +147,7 @@ def test_we_compute_its_dflash_layers_with_windows(target_folder: Path, tmp_path
     config["transformer_layer_config"] |= slides
     path.write_text(json.dumps(config))
     ours = read_draft(tmp_path)
-    assert isinstance(ours, DFlashDraft) and ours.config.causal_layers == (() if two_way else (0,))
+    assert isinstance(ours, DFlashDraft) and ours.config.causal == ("none" if two_way else "sliding")
     check_blocks(ours, tmp_path)
 
 
