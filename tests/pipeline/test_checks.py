@@ -1,6 +1,7 @@
 """What would fail only after the training is found out before any work, in one line that names the field."""
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ FAULTS: list[tuple[tuple[str, ...], list[str], str]] = [
     ((*ALL,), ["target.model=UNTALKING"], r"has no chat template"),
     ((*ALL,), ["capture.answers=./nowhere"], r"capture\.answers: .*nowhere/answers\.json: no such file"),
     ((*ALL,), [f"{SERVER}}}"], r"capture\.backend\.url"),
+    ((*ALL,), ["capture.backend={kind: vllm}"], r"capture\.backend: vLLM cannot be imported here"),
     (
         (*ALL,),
         [f"{SERVER}, api_key_env: NO_SUCH_KEY}}"],
@@ -125,6 +127,7 @@ def test_what_needs_no_result_is_found_out_before_the_mix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loop, "find_spec", lambda name: None)  # no DeepSpeed
+    monkeypatch.setitem(sys.modules, "vllm", None)
     for name, folder in folders.items():
         changes = [change.replace(name, folder) for change in changes]
     recipe = load_recipe(write_recipe(), changes)
