@@ -276,7 +276,10 @@ def test_settings_that_do_not_fit_are_named(override: str, says: str, trained: T
     ("draft", "says"),
     [
         ("{family: eagle3, aux_layers: [1, 2, 9]}", "drafts.s.aux_layers = [1, 2, 9]: must be between 1 and 4"),
-        ("{family: eagle3, aux_layers: [0, 1, 2]}", "drafts.s: aux_layers [0, 1, 2]: must be at least 1"),
+        (
+            "{family: eagle3, aux_layers: [0, 1, 2]}",
+            "drafts.s: aux_layers [0, 1, 2]: must be different layers in ascending order, from 1 on",
+        ),
         ("{family: small, layers: 9}", "drafts.s.layers 9: must be between 2 and the target's 4"),
         ("{family: small, layers: [0, 9]}", "drafts.s.layers [0, 9]: must start at 0 and end at 3"),
     ],
