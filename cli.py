@@ -581,7 +581,9 @@ def _fail(error: BaseException, message: str, code: int) -> NoReturn:
     same = isinstance(error, RecipeError | MissingFileError) or hasattr(error, "format_message")
     met = ranks is not None and ranks.ranks_met().store is not None
     if message and not debugging and not (same and not met and os.environ.get("LOCAL_RANK", "0") != "0"):
-        print(masked(f"error{'' if rank == '0' else f' (rank {rank})'}: {message}"), file=sys.stderr, flush=True)
+        # What a file or a server holds may stand in it, but controls no terminal.
+        plain = "".join(mark if mark.isprintable() or mark == "\n" else repr(mark)[1:-1] for mark in message)
+        print(masked(f"error{'' if rank == '0' else f' (rank {rank})'}: {plain}"), file=sys.stderr, flush=True)
     if ranks is not None:
         ranks.report_failure(error)
     if debugging:

@@ -320,7 +320,7 @@ def _parse_override(override: str) -> tuple[Keys, Any]:
     name, equals, value = override.partition("=")
     if not equals or not all(name.split(".")):
         raise RecipeError(f"override {override!r}: must be section.key=value")
-    keys = tuple(int(key) if key.isdigit() else key for key in name.split("."))
+    keys = tuple(int(key) if re.fullmatch("[0-9]{1,9}", key) else key for key in name.split("."))
     return keys, _parse_yaml(value, f"override {override!r}")
 
 

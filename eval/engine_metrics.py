@@ -26,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 from prometheus_client.parser import text_string_to_metric_families
 
-from ..errors import InputError
+from ..errors import InputError, one_line
 from ..storage import parse_json
 from .acceptance import (
     Estimate,
@@ -136,7 +136,7 @@ def _samples_by_name(text: str, source: str) -> Samples:
             for sample in family.samples:
                 found.setdefault(sample.name, []).append((sample.labels, float(sample.value)))
     except (ValueError, IndexError) as error:
-        raise InputError(f"{source}: not Prometheus text ({str(error).splitlines()[0][:120]})") from None
+        raise InputError(f"{source}: not Prometheus text ({one_line(error, 120)})") from None
     return found
 
 

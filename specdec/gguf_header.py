@@ -17,6 +17,7 @@ from ..errors import FormatError, MissingFileError
 
 MOST_ELEMENTS = 1 << 22
 """Most elements of all lists of keys together; the largest vocabularies have a million, their merges included."""
+_LONGEST_NAME = 256  # characters
 _MOST_DIMENSIONS, _MOST_NESTING = 4, 3
 _NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -64,7 +65,7 @@ class _Reader:
         # 2) Keys; a later one of the same name is refused, as libraries differ in which of them they take.
         keys: dict[str, Any] = {}
         for number in range(count):
-            name = self._string(f"name of key {number}")
+            name = self._name(f"name of key {number}")
             (kind,) = self._unpack("I", name)
             if name in keys:
                 raise FormatError(f"{self._path}: key {name} is there twice")
@@ -103,7 +104,7 @@ class _Reader:
 
     def _tensor(self, number: int) -> tuple[str, int, int]:
         """Name of a tensor, its number of elements, and the byte of the tensors' part at which it ends."""
-        name = self._string(f"name of tensor {number}")
+        name = self._name(f"name of tensor {number}")
         (count,) = self._unpack("I", name)
         if count > _MOST_DIMENSIONS:
             raise FormatError(f"{self._path}: tensor {name} has {count} dimensions; {_MOST_DIMENSIONS} are known")
@@ -114,6 +115,12 @@ class _Reader:
         except (ValueError, KeyError):
             raise FormatError(f"{self._path}: tensor {name} is of type {kind}, which is not known") from None
         return name, elements, offset + -(-elements // block) * size
+
+    def _name(self, what: str) -> str:
+        found = self._string(what)
+        if len(found) > _LONGEST_NAME or not found.isprintable():
+            raise FormatError(f"{self._path}: {what} {found[:40]!r}: is no name of at most {_LONGEST_NAME} characters")
+        return found
 
     def _string(self, name: str) -> str:
         (length,) = self._unpack("Q", name)
