@@ -88,10 +88,17 @@ def rollback(tracking: Tracking, target_fingerprint: str, why: str = "") -> Vers
                 f"{name}: champion and previous are both version {current}, an earlier move was cut off; "
                 f"previous is now {older or 'unset'}: look, and roll back again if that is wanted"
             )
-        # 3) Move, tag the version that was left, and name what the next rollback returns to.
-        move_champion(tracking, name, current, previous, "rollback", why)
+        # 3) Tag the version that is left, move, and name what the next rollback returns to. Cut off in between, no
+        #    retraining promotes that version again.
+        left = str(current)
         with mlflow_errors(tracking.uri):
-            tracking.client.set_model_version_tag(name, str(current), ROLLED_BACK_TAG, why[:1000] or "no reason given")
+            tracking.client.set_model_version_tag(name, left, ROLLED_BACK_TAG, why[:1000] or "no reason given")
+        try:
+            move_champion(tracking, name, current, previous, "rollback", why)
+        except RegistryError:  # another host's champion is not what was to be left
+            with mlflow_errors(tracking.uri):
+                tracking.client.delete_model_version_tag(name, left, ROLLED_BACK_TAG)
+            raise
         set_alias(tracking, name, PREVIOUS, _champion_before(tracking, name, previous))
     return get_version(tracking, f"{name}/{previous}")
 

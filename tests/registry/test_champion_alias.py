@@ -279,6 +279,24 @@ def test_what_was_promoted_since_stays(tracking: Tracking, three: list[Version],
         undo_rollback(tracking, TARGET)
 
 
+def test_a_rollback_that_was_cut_off_still_bars_what_it_left(tracking: Tracking, three: list[Version]) -> None:
+    def killed(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(champion_alias, "_add_to_history", killed)
+        rollback(tracking, TARGET, "slow")
+    assert now(tracking, three[0].name) == (2, 2)
+    assert not promote(tracking, verdict(three[1].reference), three[2]).promote
+
+
+def test_a_rollback_that_lost_a_race_bars_nothing(tracking: Tracking, three: list[Version]) -> None:
+    raced = Tracking(**{**vars(tracking), "client": OtherHost(tracking, three[0], CHAMPION)})
+    with pytest.raises(RegistryError, match="lost a race"):
+        rollback(raced, TARGET, "slow")
+    assert ROLLED_BACK_TAG not in (tracking.client.get_model_version(three[0].name, "3").tags or {})
+
+
 def test_an_undo_that_was_cut_off_goes_on(tracking: Tracking, three: list[Version]) -> None:
     def killed(*args: object) -> None:
         raise KeyboardInterrupt
