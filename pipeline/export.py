@@ -1,6 +1,7 @@
 """`draftforge export`: a draft is copied or converted to another format; what was written is read back and scored."""
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,10 +19,10 @@ from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.champion_alias import judged_figures
-from ..registry.connect import Tracking
+from ..registry.connect import RegistrySettings, Tracking, resolve_uri
 from ..registry.gate import Evidence, times_text
 from ..registry.lineage import Version
-from ..registry.versions import champion, resolve_models_uri
+from ..registry.versions import champion, is_models_uri, resolve_models_uri
 from ..specdec.formats import (
     Format,
     Verifier,
@@ -120,8 +121,8 @@ def show_serving(space: Workspace, evidence: Evidence | None) -> None:
         say(f"{now.reference} is the champion: {find_plan(folder).plan}")
         show_command(serve_command(NATIVE, now.lineage.family, find_plan(folder).plan, str(folder), target))
         layout = {"sglang": "sglang", "llama.cpp": "gguf"}.get(engine, "FORMAT")
-        options = f"--target {target.model} --tracking-uri {masked(space.tracking.uri)} --format {layout}"
-        say(f"for another engine or machine: draftforge fetch OUT {options}")
+        command = fetch_command(space, "OUT", space.target_fingerprint, ["--format", layout])
+        say(f"for another engine or machine: {command}")
         return
     # 2) What is best without one.
     if evidence is not None and evidence.lookup is not None and evidence.lookup_pays:
@@ -132,6 +133,19 @@ def show_serving(space: Workspace, evidence: Evidence | None) -> None:
     else:
         say("no draft serves this target yet; without one")
         show_command(plain_command(engine, target))
+
+
+def fetch_command(space: Workspace, out: str, target_fingerprint: str, options: Sequence[str] = ()) -> str:
+    """Command that copies a draft of this target out of the recipe's registry, on any machine that reaches it."""
+    target, settings = space.recipe.target, space.recipe.registry
+    # A model's own path, which some formats read, says no more than the files: what is set beside it is in the
+    # fingerprint alone.
+    beside = (target.adapter, target.gguf_file, target.revision, target.context, target.trust_remote_code or None)
+    bare = all(one is None for one in beside) and not is_models_uri(target.model)
+    words = ["draftforge", "fetch", out, "--target", target.model if bare else target_fingerprint]
+    words += ["--tracking-uri", masked(resolve_uri(settings, space.root))]
+    words += [] if settings.model == RegistrySettings().model else ["--model", settings.model]
+    return shlex.join([*words, *options])
 
 
 def say_assumed(folder: Path) -> None:

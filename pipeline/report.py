@@ -18,6 +18,7 @@ from ..progress import say
 from ..recipe import Recipe
 from ..registry.lineage import git_commit
 from ..registry.tracking import TrackedRun
+from .export import fetch_command
 from .promotion import PROMOTION_FILE
 from .scoring import SCORES_FILE
 from .stages import Stages
@@ -127,7 +128,7 @@ def _records(space: Workspace, scored: Path) -> ReportRecords:
         mix=mix,
         lineage=list(_chain(space, scores, promotion, mix)),
         recipe=space.recipe.public(),
-        commands=_commands(space, lineage),
+        commands=_commands(space, lineage, bool((promotion or {}).get("decision", {}).get("promote"))),
         made_at=datetime.fromtimestamp(made, UTC),
         version=lineage.get("draftforge_version", __version__),
     )
@@ -180,13 +181,12 @@ def _made(lineage: Mapping[str, Any]) -> str:
     return f"{lineage['family']}, step {lineage['step']}, {how}"
 
 
-def _commands(space: Workspace, lineage: Mapping[str, Any]) -> list[str]:
-    """Commands that make the run again, and that fetch its draft."""
+def _commands(space: Workspace, lineage: Mapping[str, Any], promoted: bool) -> list[str]:
+    """Commands that make the run again, and that fetch its draft, `promoted` or a candidate."""
     commit = lineage.get("git_commit") or git_commit()
     commands = [f"git checkout {commit}"] if commit else []
     commands.append(f"draftforge distill {space.recipe.name}.yaml    # the recipe below, saved under that name")
     if lineage:
-        commands.append(
-            f"draftforge fetch served-draft --target {lineage['target_fingerprint']} --workdir {space.recipe.workdir}"
-        )
+        alias = [] if promoted else ["--alias", "candidate"]
+        commands.append(fetch_command(space, "served-draft", lineage["target_fingerprint"], alias))
     return commands

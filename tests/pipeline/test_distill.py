@@ -1,5 +1,6 @@
 """The whole flow on a tiny target: what ends up on disk and in the registry, and what a second run skips."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,18 @@ def test_without_a_champion_what_pays_is_served(
     (command,) = shown.out.splitlines()
     assert command.startswith(f"vllm serve {space.recipe.target.model}") and says in command
     assert ("--speculative-config" in command) == bool(says)
+
+
+def test_the_printed_command_fetches_the_champion(distilled_once: Distilled, tmp_path: Path) -> None:
+    """A target of more than a model's files is named by its fingerprint, a registry by all that names it."""
+    space = Workspace(load_recipe(distilled_once.recipe))
+    command = export.fetch_command(space, str(tmp_path / "my draft"), space.target_fingerprint)
+    main_without_exit(shlex.split(command)[1:])
+    assert (tmp_path / "my draft" / "serve.json").is_file()
+    changes = ["target.context=200", "registry.model=mine", "registry.tracking_uri=sqlite:////data/my store.db"]
+    changed = Workspace(load_recipe(distilled_once.recipe, changes), read_only=True)
+    expected = f"fetch OUT --target {'ab' * 32} --tracking-uri 'sqlite:////data/my store.db' --model mine --format gguf"
+    assert export.fetch_command(changed, "OUT", "ab" * 32, ["--format", "gguf"]) == f"draftforge {expected}"
 
 
 def refuse(*args: object, **kwargs: object) -> None:
