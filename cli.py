@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 import typer
 
 from . import __version__
-from .errors import COMMAND, DraftforgeError, InputError, MissingFileError, RecipeError, StoppedError
+from .errors import COMMAND, DraftforgeError, InputError, MissingFileError, RecipeError, StoppedError, one_line
 from .masking import masked
 from .pipeline.cli_options import (
     BenchOptions,
@@ -522,6 +522,11 @@ def main(args: list[str] | None = None) -> None:
         _fail(error, "interrupted", 130)
     except Exception as error:
         _fail(error, *_describe_error(error))
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        # Of a library in Rust, which gives up at an expression of a tokenizer.
+        _fail(error, f"a tokenizer's library gives up: {one_line(error)}", 2)
     if code == 130:  # the parser's own way of passing on Ctrl-C
         print("error: interrupted", file=sys.stderr)
     _exit(code if isinstance(code, int) else 0)

@@ -46,6 +46,8 @@ Convention = Literal["rounds", "drafts", "unclipped"]
 draftforge does. `drafts`: passes with a draft, an answer's last draft clipped to the tokens that it still needs.
 `unclipped`: passes with a draft, none of them clipped."""
 _NUM = "spec_decode_num_"
+_MOST = 1e18
+"""No engine counts so far; beyond it, a sum of squares is no number."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,15 @@ class Counters:
 
 def parse(text: str, source: str) -> Counters:
     """Read a scrape or llama.cpp's responses. `source` names it in errors. Raises InputError."""
+    found = _parsed(text, source)
+    counts = (found.rounds, found.accepted, found.drafted or 0.0, *found.accepted_at)
+    if not all(0 <= count < _MOST for count in counts):
+        wrong = next(count for count in counts if not 0 <= count < _MOST)
+        raise InputError(f"{source}: a count of {wrong:g}; must be a number from 0 and below {_MOST:g}")
+    return found
+
+
+def _parsed(text: str, source: str) -> Counters:
     # 1) JSON is llama.cpp's responses; everything else must be Prometheus text.
     if text.lstrip().startswith(("{", "[")):
         return _timings(_responses(text, source), source)
@@ -135,7 +146,7 @@ def _samples_by_name(text: str, source: str) -> Samples:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 found.setdefault(sample.name, []).append((sample.labels, float(sample.value)))
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, OverflowError) as error:
         raise InputError(f"{source}: not Prometheus text ({one_line(error, 120)})") from None
     return found
 
@@ -206,8 +217,10 @@ def _timings(responses: Iterator[Mapping[str, Any]], source: str) -> Counters:
     # Refuse anything but counts. A response that was answered without drafts counts as plain rounds.
     for number, timings in enumerate(responses, 1):
         values = [timings.get(name, 0) for name in ("predicted_n", "draft_n", "draft_n_accepted")]
-        if not all(isinstance(value, int | float) and not isinstance(value, bool) and value >= 0 for value in values):
-            raise InputError(f"{source}: response {number}: predicted_n, draft_n, draft_n_accepted = {values}: counts?")
+        plain = (isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        if not all(plain) or not all(0 <= value < _MOST for value in values):
+            shown = f"{values}"[:120]
+            raise InputError(f"{source}: response {number}: predicted_n, draft_n, draft_n_accepted = {shown}: counts?")
         tokens, drafts, right = map(float, values)
         rounds, accepted, drafted = rounds + max(tokens - 1 - right, 0.0), accepted + right, drafted + drafts
     return Counters("llama.cpp", "rounds", rounds, accepted, drafted)

@@ -17,7 +17,7 @@ from draftforge.data import bounded_templates
 from draftforge.data.chat_template import render_text
 from draftforge.data.conversation import Message
 from draftforge.data.redact import Kind, Redactor
-from draftforge.errors import DraftforgeError
+from draftforge.errors import DraftforgeError, InputError
 from draftforge.eval.engine_metrics import parse
 from draftforge.recipe import load_recipe
 from draftforge.specdec.formats.detect import read_draft
@@ -159,6 +159,14 @@ def test_recipes_with_odd_values(tmp_path_factory: pytest.TempPathFactory, data:
 def test_scrapes_and_responses(data: st.DataObject) -> None:
     text = data.draw(mutated(data.draw(st.sampled_from([SCRAPE, RESPONSES])))).decode(errors="replace")
     one_line(lambda: parse(text, "served"))
+
+
+@pytest.mark.parametrize("count", ["1e308", "NaN", "+Inf", "-1", "1e200", str(10**400)])
+def test_counts_that_no_engine_has(count: str) -> None:
+    """Squares of such counts overflow."""
+    for text in (SCRAPE.decode().replace(" 5.0", f" {count}"), RESPONSES.decode().replace("4", count)):
+        with pytest.raises(InputError, match=r"^served: "):
+            parse(text, "served")
 
 
 @pytest.fixture(scope="module")
