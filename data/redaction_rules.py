@@ -126,7 +126,10 @@ KEY_LIKE = re.compile(r"(?=.{0,64}\d)(?=.{0,64}[A-Za-z])\S{6,}")
 
 # User and password of a URL, then addresses and account numbers.
 _URL_LOGIN = _pattern(r"://(?P<value>[^\s/@<>:]{1,100}:[^\s/@<>]{1,200})@")
-_EMAIL = _pattern(r"(?<![\w.+-])(?<!\w')(?P<value>(?:[\w.+-]|(?<=\w)'(?=\w))++@[\w-]++(?:\.[\w-]++)++)")
+_EMAIL = _pattern(
+    r"(?<![\w.+-])(?<!\w')(?P<value>(?:[\w.+-]|(?<=\w)'(?=\w))++@"
+    r"(?!v?\d++(?:\.\d++)++(?!\.?[A-Za-z]))[\w-]++(?:\.[\w-]++)++)"  # no version, as in `lodash@4.17.21`
+)
 # Cards begin as issuers' numbers do, so not with a year. Dots part them only in the groups that are printed on them.
 _CARD = _pattern(
     r"""(?<![\w.-])(?P<value>(?=2(?:2[2-9]|[3-6]|7[012])|3[04-9]|[4-6])

@@ -379,3 +379,13 @@ def test_all_but_hosts_come_out_exactly(outcomes: list[tuple[str, str, str]]) ->
     """Hosts of two parts under a country's end are not told from code, such as `setup.py`: left alone."""
     missed = [line for _, line, got in outcomes if line != got]
     assert len(missed) <= 2 and all("<host>" in line for line in missed)
+
+
+@pytest.mark.parametrize("text", ["lodash@4.17.21", '"@scope/pkg@1.2.3"', "serde@v1.0.0-rc.1.", "precision@10.5"])
+def test_versions_behind_an_at_sign_stay(text: str) -> None:
+    assert Redactor(["email"]).text(text) == text
+
+
+@pytest.mark.parametrize("address", ["ann@163.com", "ann@1.2.example.org", "ann@v2.example.org"])
+def test_addresses_at_domains_with_numbers_go(address: str) -> None:
+    assert Redactor(["email"]).text(address) == "<email>"
