@@ -13,6 +13,8 @@ vLLM is followed (0.32 and 0.33) and, where a conversation says so, SGLang:
 | reasoning sent back | `reasoning` and `reasoning_content` | `reasoning_content` |
 | a call's function, printed whole | arguments, then the name | the name, then arguments |
 | other fields of a text part (`cache_control`), where it loops over parts | stay | dropped |
+| `/v1/messages`: a system message among the others, where the template refuses one | joins the first one | no prompt |
+| `/v1/messages`: thinking disabled, where the template tells no effort `none` from others | effort `low` | no prompt |
 | arguments of a call: none | an empty object | null |
 | empty text, no JSON, or JSON that is no object | an empty object | refused, so left out of the mix |
 
@@ -37,7 +39,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import InputError, one_line
 from .bounded_templates import LONGEST_TEMPLATE, BoundedEnvironment
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn, turn_ends
-from .logs.anthropic import BILLING_HEADER
+from .logs.anthropic import BILLING_HEADER, MESSAGES_API
 from .logs.parsing import prompt_digest
 
 _REFUSED = (
@@ -51,6 +53,7 @@ _CALL_ORDER: dict[Engine, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 UNKNOWN_TIME = datetime(2024, 7, 26, tzinfo=UTC).timestamp()
 """Time of a conversation of which none is known: the day that Llama's templates name where there is no clock."""
+_EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _MEDIA = ("image", "audio", "video", "vision")
 _ROW = ("message", "msg", "m")  # SGLang's names of a loop over messages
 
@@ -183,6 +186,10 @@ def _text(
 ) -> str:
     # 1) Of several templates, the one for these tools (a template argument of that name wins); and the messages as it
     # wants them.
+    template_args = dict(template_args)
+    form = template_args.pop(MESSAGES_API, None)
+    if form is not None:
+        messages, template_args = _as_messages_api(tokenizer, messages, template_args, form)
     tools = template_args.get("tools", tools)
     template = tokenizer.get_chat_template(None, tools)
     if len(template) > LONGEST_TEMPLATE:
@@ -206,6 +213,51 @@ def _text(
         shown, chat_template=template, tokenize=False, **ending, **{**template_args, "tools": tools}
     )
     return text + prefix
+
+
+def _as_messages_api(
+    tokenizer: Any, messages: Sequence[Message], template_args: dict[str, Any], form: dict[str, bool]
+) -> tuple[Sequence[Message], dict[str, Any]]:
+    """Messages and template arguments as vLLM's `/v1/messages` makes them for this tokenizer's templates. `form`: what
+    the request asks of it."""
+    system = [message for message in messages if message.role == "system"]
+    templates = (tokenizer.get_chat_template(None, None), tokenizer.get_chat_template(None, []))
+    if system and any(map(_wants_system_first, templates)):
+        whole = Message(role="system", content="".join(message.text for message in system))
+        messages = [whole, *(message for message in messages if message.role != "system")]
+    if form["disabled"] and _knows_no_none(tokenizer):
+        template_args = template_args | {"reasoning_effort": "low"}
+        if not form["own_thinking"]:
+            template_args["enable_thinking"] = True
+    return messages, template_args
+
+
+@lru_cache(maxsize=32)
+def _wants_system_first(template: str) -> bool:
+    """Whether vLLM holds that a template refuses a system message among others: it renders some with nothing but
+    Jinja, so a template that needs its tokenizer's tokens or functions counts, too."""
+    asked = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    try:
+        BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]).from_string(
+            template
+        ).render(messages=asked, add_generation_prompt=False)
+    except TemplateError:
+        return True
+    return False
+
+
+def _knows_no_none(tokenizer: Any) -> bool:
+    """Whether a template refuses the effort `none`, or makes the same prompt of it as of another one."""
+
+    def prompt(effort: str) -> str | None:
+        arguments = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        try:
+            return _text(tokenizer, [Message(role="user", content="Hi")], None, arguments, "opened", "vllm")
+        except _REFUSED:
+            return None
+
+    none = prompt("none")
+    return none is None or any(prompt(effort) == none for effort in _EFFORTS)
 
 
 def _with_developer_as_system(shown: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import InputError
 from .conversation import Engine, PromptEnd
+from .logs.anthropic import MESSAGES_API
 from .logs.chat import LeftOut, Reason, decoded
 from .settings import RESERVED_ARGS
 
@@ -116,6 +117,8 @@ def template_args(lookup: Lookup, engine: Engine, where: str, reserved: Collecti
     if effort is not None:
         found.setdefault("enable_thinking", effort != "none")
         found["reasoning_effort"] = effort
+    if isinstance(lookup(MESSAGES_API), dict):
+        found[MESSAGES_API] = lookup(MESSAGES_API)
     return {name: value for name, value in found.items() if value not in _UNSET}
 
 

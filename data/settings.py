@@ -35,7 +35,7 @@ RESERVED_ARGS: frozenset[str] = frozenset(
         *get_args(ReservedArg),
         *("additional_special_tokens", "chat_template", "conversation", "conversations", "messages", "tokenize"),
         *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-        *("tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens"),
+        *("tokenizer_kwargs", "processor_kwargs", "sanitize_control_tokens", "messages_api"),
     )
 )
 """All names that no template argument may have: what renders the template sets them."""

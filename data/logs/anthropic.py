@@ -1,7 +1,8 @@
 """Anthropic's Messages API, as vLLM's own endpoint (`/v1/messages`, 0.32) turns its requests into chat completions.
 
 Content blocks become text, tool calls, reasoning and messages of tools; `docs/logs.md` has the list of fields. A system
-message among the others stays where it is, as vLLM keeps it for templates that take one there.
+message among the others stays where it is: whether vLLM moves it to the front, and what it makes of thinking that is
+switched off, depends on the chat template, and is done where prompts are rendered.
 """
 
 import json
@@ -31,6 +32,8 @@ _PASSED_OVER = (
 _NOT_SENT_ON = ("system", "stop_sequences", "thinking", "output_config")
 BILLING_HEADER = "x-anthropic-billing-header"
 """Begins a line of Claude Code's, another one in each request, which vLLM leaves out of the system's texts."""
+MESSAGES_API = "messages_api"
+"""Field of a request, and template argument of its conversation, that tells what depends on the template."""
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -84,6 +87,8 @@ def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict
         request["thinking_token_budget"] = thinking.get("budget_tokens")
         if thinking.get("type") == "disabled":
             request["reasoning_effort"] = "none"
+    if form := _by_template(body):
+        request[MESSAGES_API] = form
 
     # 3) Tools, and which of them must be called.
     if isinstance(body.get("tools"), list):
@@ -94,6 +99,14 @@ def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict
         named = {"type": "function", "function": {"name": choice.get("name")}}
         request["tool_choice"] = _CHOICES.get(str(choice.get("type")), named)
     return request, None
+
+
+def _by_template(body: Mapping[str, Any]) -> dict[str, bool]:
+    """What of a request's prompt vLLM makes as its chat template wants it; empty: nothing."""
+    disabled = isinstance(body.get("thinking"), Mapping) and body["thinking"].get("type") == "disabled"
+    named = "enable_thinking" in (body.get("chat_template_kwargs") or {})
+    inside = any(message.get("role") == "system" for message in _objects(body.get("messages")))
+    return {"disabled": disabled, "own_thinking": named} if disabled or inside else {}
 
 
 def system_text(system: Any) -> str:

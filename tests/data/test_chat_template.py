@@ -250,3 +250,49 @@ def test_tools_of_a_template_that_prints_json(prompt: Prompt) -> None:
     tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": {"b": 1, "a": 2}}}
     assert json.loads(prompt("{{ tools[0] | tojson }}", [ASK], [tool])) == tool
     assert prompt("{{ tools[0] | tojson }}", [ASK], [tool]) == json.dumps(tool)  # the order of fields is kept
+
+
+INSIDE = [("system", "Be terse."), ("user", "Hi"), ("system", "Be kind.")]
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, prompt",
+    [
+        (TURNS, "<system>Be terse.<user>Hi<system>Be kind."),
+        (  # refuses it
+            "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('') }}{% endif %}"
+            "<{{ m.role }}>{{ m.content }}{% endfor %}",
+            "<system>Be terse.Be kind.<user>Hi",
+        ),
+        # Takes it, but vLLM tries it without the tokenizer's tokens and functions.
+        ("{{ strftime_now('')}}" + TURNS, "<system>Be terse.Be kind.<user>Hi"),
+        ("{% set b = bos_token + '' %}" + TURNS, "<system>Be terse.Be kind.<user>Hi"),
+    ],
+)
+def test_system_messages_inside_a_request_of_the_messages_api(template: str, prompt: str) -> None:
+    tokenizer = byte_level_tokenizer(["Hi"], 300)
+    tokenizer.chat_template = template
+    asked = [Message(role=role, content=content) for role, content in INSIDE]
+    form = {"messages_api": {"disabled": False, "own_thinking": False}}
+    assert render_text(tokenizer, asked, template_args=form) == prompt
+    kept = "<system>Be terse.<user>Hi<system>Be kind."
+    if "raise_exception" not in template:  # of chat completions they stay
+        assert render_text(tokenizer, asked) == kept
+
+
+@pytest.mark.parametrize(
+    "template, own_thinking, prompt",
+    [
+        ("{{ reasoning_effort }} {{ enable_thinking }}", False, "none False"),
+        ("{{ 'low' if reasoning_effort == 'low' else 'max' }} {{ messages[0].content }}", False, "low Ho"),
+        ("{{ raise_exception('') if reasoning_effort == 'none' else enable_thinking }}", False, "True"),
+        ("{{ raise_exception('') if reasoning_effort == 'none' else enable_thinking }}", True, "False"),
+    ],
+)
+def test_thinking_that_the_messages_api_disables(template: str, own_thinking: bool, prompt: str) -> None:
+    tokenizer = byte_level_tokenizer(["Hi"], 300)
+    tokenizer.chat_template = template
+    form = {"disabled": True, "own_thinking": own_thinking}
+    given = {"reasoning_effort": "none", "enable_thinking": False, "messages_api": form}
+    assert render_text(tokenizer, [Message(role="user", content="Ho")], template_args=given) == prompt

@@ -126,7 +126,10 @@ def test_messages_that_are_not_text_alone(role: str, block: dict[str, Any], reas
     [
         ({"max_tokens": 64, "temperature": 0.5, "top_k": 5}, {"max_tokens": 64, "temperature": 0.5, "top_k": 5}),
         ({"stop_sequences": ["END"]}, {"stop": ["END"]}),
-        ({"thinking": {"type": "disabled"}}, {"reasoning_effort": "none"}),
+        (
+            {"thinking": {"type": "disabled"}},
+            {"reasoning_effort": "none", "messages_api": {"disabled": True, "own_thinking": False}},
+        ),
         ({"thinking": {"type": "enabled", "budget_tokens": 2048}}, {"thinking_token_budget": 2048}),
         ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
         (
