@@ -129,17 +129,23 @@ def _vllm(family: str, plan: ServingPlan, draft: str, target: TargetSettings) ->
 
 
 def _speculators(plan: ServingPlan, draft: str, target: TargetSettings) -> ServeCommand:
-    """The folder names target and K itself."""
+    """The folder names target and K itself; how the target is run is not in it."""
     notes = _chain_note("vLLM", plan)
+    if target.revision is not None:
+        notes.append(f"the format has no place for the target's revision {target.revision}: vLLM then takes the newest")
     if _VLLM_RULES.get(plan.rule) != {}:
         notes.append(f"the format has no place for rule {plan.rule}: vLLM then chooses drafts and accepts by onehot")
-    return _shell("vLLM", ["vllm", "serve", draft], [*notes, *_adapter_note(target)])
+    return _shell("vLLM", ["vllm", "serve", draft, *_vllm_options(target)], [*notes, *_adapter_note(target)])
 
 
 def _vllm_target(target: TargetSettings) -> list[str]:
     words = ["vllm", "serve", _file_or_model(target)]
     words += [] if target.revision is None else ["--revision", target.revision]
-    words += [] if target.context is None else ["--max-model-len", str(target.context)]
+    return [*words, *_vllm_options(target)]
+
+
+def _vllm_options(target: TargetSettings) -> list[str]:
+    words = [] if target.context is None else ["--max-model-len", str(target.context)]
     return [*words, *(["--trust-remote-code"] if target.trust_remote_code else [])]
 
 

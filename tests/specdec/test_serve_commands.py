@@ -120,9 +120,11 @@ def test_rules_of_vllm(rule: Any, more: dict[str, str] | None) -> None:
 
 def test_speculators_are_served_by_themselves() -> None:
     found = command("speculators", "eagle3")
-    assert shlex.split(found.text) == ["vllm", "serve", DRAFT] and not found.notes
-    (note,) = command("speculators", "eagle3", ServingPlan.chain(3, "token")).notes
-    assert "no place for rule token" in note
+    assert shlex.split(found.text) == ["vllm", "serve", DRAFT, "--max-model-len", "4096"]
+    assert ["no place for the target's revision main" in note for note in found.notes] == [True]
+    found = command("speculators", "eagle3", ServingPlan.chain(3, "token"), None)
+    assert shlex.split(found.text) == ["vllm", "serve", DRAFT]
+    assert ["no place for rule token" in note for note in found.notes] == [True]
 
 
 @pytest.mark.parametrize("layout", ["vllm", "speculators", "gguf"])
