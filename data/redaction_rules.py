@@ -89,9 +89,9 @@ _KEY_NAMED = _pattern(
 )
 NO_SECRET = (
     r"\W{0,64}|string|str|text|password|null|none|true|false|yes|no|required|optional|redacted|<\w{1,32}>"
-    r"|[$%{][^\"']{0,128}"
+    r"|[$%{][^\"']{0,128}|[01]"
 )
-"""Words that stand where a password would, and variables."""
+"""Words that stand where a password would, flags and variables."""
 _PASSWORD_QUOTED = _pattern(
     rf"""(?:{_PASSWORDS})["']?\s*[:=]\s*(?P<quote>["'])(?!(?:{NO_SECRET})["'])(?P<value>[^"'<>\r\n]{{4,128}})(?P=quote)""",
     re.IGNORECASE,

@@ -389,3 +389,9 @@ def test_versions_behind_an_at_sign_stay(text: str) -> None:
 @pytest.mark.parametrize("address", ["ann@163.com", "ann@1.2.example.org", "ann@v2.example.org"])
 def test_addresses_at_domains_with_numbers_go(address: str) -> None:
     assert Redactor(["email"]).text(address) == "<email>"
+
+
+def test_flags_under_names_of_secrets_stay_numbers() -> None:
+    assert Redactor(["key"]).text('{"is_secret": 0, "password": 1, "pin_password": 1234}') == (
+        '{"is_secret": 0, "password": 1, "pin_password": "<key>"}'
+    )
