@@ -12,6 +12,7 @@ vLLM is followed (0.32 and 0.33) and, where a conversation says so, SGLang:
 | a prefill | the template's text up to its end | put after the opened turn |
 | reasoning sent back | `reasoning` and `reasoning_content` | `reasoning_content` |
 | a call's function, printed whole | arguments, then the name | the name, then arguments |
+| a developer's `tools`, where it has none | none | absent |
 | other fields of a text part (`cache_control`), where it loops over parts | stay | dropped |
 | `/v1/messages`: a system message among the others, where the template refuses one | joins the first one | no prompt |
 | `/v1/messages`: thinking disabled, where the template tells no effort `none` from others | effort `low` | no prompt |
@@ -264,7 +265,12 @@ def _with_developer_as_system(shown: list[dict[str, Any]]) -> list[dict[str, Any
     """Messages in which a developer's are the system's; if there are any, all of the system's become one in front."""
     if all(message["role"] != "developer" for message in shown):
         return shown
-    found = [{**message, "role": "system"} if message["role"] == "developer" else message for message in shown]
+    found = [
+        {name: value for name, value in message.items() if name != "tools"} | {"role": "system"}
+        if message["role"] == "developer"
+        else message
+        for message in shown
+    ]
     # A single one that stands there already keeps its parts.
     if all(message["role"] != "system" for message in found[1:]):
         return found
@@ -300,6 +306,8 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
         shown["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         shown["name"] = message.name
+    if message.role == "developer" and engine == "vllm":
+        shown["tools"] = None  # the field is there also without any
     return shown
 
 

@@ -22,6 +22,7 @@ _RESPONSES = ("response", "response_body", "responseBody")
 _STARTED = ("started", "start_time", "startTime", "timestamp", "time")
 _ENDED = ("ended", "end_time", "endTime")
 _DURATIONS = (("duration", 1.0), ("latency", 1.0), ("duration_ms", 1e-3), ("latency_ms", 1e-3))
+_MESSAGES = "/v1/messages"
 _PATHS = ("url", "path", "endpoint", "uri")
 
 
@@ -32,6 +33,9 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     wrapper, response = _response(value)
     timing = _timing(value, response)
     path = _path(next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), ""))
+    # A bare body may have a path of its own among its fields; that of the Messages API tells how it is served.
+    if not envelope and _path(str(next((value[name] for name in _PATHS if value.get(name)), ""))).endswith(_MESSAGES):
+        path = _MESSAGES
     reason = _reason((value, wrapper), response, path, body)
     request = body or {}
     if reason is None and (path.endswith("/messages") or (not path and anthropic.is_request(request))):

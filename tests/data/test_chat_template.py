@@ -296,3 +296,11 @@ def test_thinking_that_the_messages_api_disables(template: str, own_thinking: bo
     form = {"disabled": True, "own_thinking": own_thinking}
     given = {"reasoning_effort": "none", "enable_thinking": False, "messages_api": form}
     assert render_text(tokenizer, [Message(role="user", content="Ho")], template_args=given) == prompt
+
+
+def test_a_developers_message_has_the_field_tools() -> None:
+    message = Message(role="developer", content="Hi")
+    assert shown_messages([message], False, "vllm") == [{"role": "developer", "content": "Hi", "tools": None}]
+    tokenizer = byte_level_tokenizer(["Hi"], 300)
+    tokenizer.chat_template = "{{ messages | tojson }}"
+    assert render_text(tokenizer, [message]) == '[{"role": "system", "content": "Hi"}]'

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from log_reading import SAMPLES, read_log, write_lines
 
+from draftforge.data.logs.openai import entries
 from draftforge.errors import InputError
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -140,3 +141,12 @@ def test_replica_and_group_come_from_the_fields_that_the_source_names(tmp_path: 
     read = read_log(write_lines(tmp_path / "log.jsonl", line), "openai", replica_field="pod", group_field="thread")
     assert read.records[0].replica == "7" and read.records[0].group == "t"
     assert read.times == [(1.0, 1.0, "7")]
+
+
+def test_a_bare_body_with_a_path_is_of_that_api() -> None:
+    blocks = [{"type": "text", "text": "One."}, {"type": "text", "text": "Two."}]
+    body = {"messages": [{"role": "user", "content": "Hi"}, {"role": "system", "content": blocks}]}
+    [found] = entries(body | {"path": "https://host/v1/messages?beta=true"}, "log:1")
+    assert found.line["messages"][-1] == {"role": "system", "content": "One.Two."}
+    [chat] = entries(body, "log:1")
+    assert chat.line["messages"][-1]["content"] == blocks
