@@ -108,6 +108,20 @@ def test_intervals_cover_where_hardly_any_cluster_accepts_anything(off: float) -
         assert hits >= 0.93 * SIMULATED, (clusters, mix, hits / SIMULATED)
 
 
+def test_traffic_that_is_not_there_is_missed_on_the_safe_side() -> None:
+    """Where one cluster in ten accepts nearly all and the others nearly nothing, few clusters hold none of it."""
+    rng, held = np.random.default_rng(3), {}
+    for clusters in CLUSTERS:
+        shape = (SIMULATED, clusters)
+        share_NC = np.where(rng.random(shape) < 0.1, rng.beta(8, 2, shape), rng.beta(1, 60, shape))
+        truth, drafted_C = 0.1 * 8 / 10 + 0.9 / 61, np.full(clusters, 160.0)
+        found = [ratio(share_C * drafted_C, drafted_C, CONFIDENCE, bounds=(0.0, 1.0)) for share_C in share_NC]
+        held[clusters] = np.mean([holds(one, truth) for one in found])
+        assert np.mean([truth < one.low for one in found]) <= 0.025 + 2 * np.sqrt(0.025 * 0.975 / SIMULATED)
+    print("one cluster in ten is unlike: " + ", ".join(f"{clusters}: {100 * x:.0f} %" for clusters, x in held.items()))
+    assert held[48] >= 0.9 > held[8]
+
+
 def test_the_one_that_was_there_before_does_not() -> None:
     """The test above can fail: 95 % intervals of a percentile bootstrap hold the truth far less often."""
     assert coverage("percentile bootstrap", "lumped", 3, 200) < 0.85
