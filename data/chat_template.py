@@ -301,7 +301,8 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
             shown["tool_calls"] = calls_with_objects(message.tool_calls, engine)
         if message.reasoning is not None:
             shown |= {"reasoning": message.reasoning} if engine == "vllm" else {}
-            shown["reasoning_content"] = message.reasoning
+            # transformers adds `thinking` from 5.24 on: with it here, a prompt is the same under every version.
+            shown = {"thinking": message.reasoning, **shown, "reasoning_content": message.reasoning}
     if message.role == "tool" and message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
     if message.name is not None:

@@ -25,6 +25,7 @@ from .conversation import (
     calls_as_printed,
     turn_ends,
 )
+from .logs.anthropic import BILLING_HEADER
 from .logs.chat import MOST_TOKENS, LeftOut, Timing, body_of, decoded
 from .logs.parsing import number, seconds
 from .served_request import (
@@ -342,6 +343,9 @@ def _message(raw: Any, engine: Engine, where: str) -> Message:
             raise LeftOut(where, "request that the engine refuses")
     if role == "developer" and raw.get("tools"):
         raise LeftOut(where, "tools inside a message")
+    # vLLM hands DeepSeek's `task` to the template, which no message of ours holds.
+    if engine == "vllm" and raw.get("task") is not None:
+        raise LeftOut(where, "messages in an unread form")
     # Text under another name than engines know would be asked as an empty message; a user's has a content.
     said = ("content", "tool_calls", "reasoning", "reasoning_content")
     elsewhere = any(raw.get(name) for name in ("parts", "text"))
@@ -393,6 +397,9 @@ def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str |
             continue
         if not isinstance(text, str):
             raise LeftOut(where, "message part that is not text")
+        # vLLM leaves the header of Claude Code out of parts of type text alone.
+        if engine == "vllm" and role == "system" and kind != "text" and text.startswith(BILLING_HEADER):
+            raise LeftOut(where, "messages in an unread form")
         parts.append(text)
         others.append({name: value for name, value in fields.items() if name not in _PART_FIELDS})
     if engine == "sglang":

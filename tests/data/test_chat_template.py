@@ -166,6 +166,8 @@ def test_reasoning_is_shown_under_the_names_that_templates_read(prompt: Prompt) 
     assert prompt(template, [message]) == "assistantI need the clock"
     (vllm,), (sglang,) = (shown_messages([message], False, engine) for engine in ("vllm", "sglang"))
     assert vllm["reasoning"] == vllm["reasoning_content"] == sglang["reasoning_content"] == "I need the clock"
+    for shown in (vllm, sglang):
+        assert next(iter(shown)) == "thinking" and shown["thinking"] == "I need the clock"
     assert "reasoning" not in sglang
 
 

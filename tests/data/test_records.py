@@ -133,6 +133,10 @@ def test_id_is_the_content_and_key_is_everything() -> None:
     assert read({"prompt": "b"}, "prompts").id != same[0].id
 
 
+BILLED = {
+    "role": "system",
+    "content": [{"type": "input_text", "text": "x-anthropic-billing-header: cch=abc"}],
+}
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -207,6 +211,8 @@ TALK = [{"from": "human", "value": "<image>What?"}]
         ("messages", {"messages": [{"role": "user", "content": None}]}, "messages in an unread form"),
         ("messages", {"messages": [{"role": "user", "parts": [{"text": "Hi"}]}]}, "messages in an unread form"),
         ("messages", {"messages": [{"role": "user", "content": None, "text": "Hi"}]}, "messages in an unread form"),
+        ("messages", {"messages": [USER | {"task": "title"}]}, "messages in an unread form"),
+        ("messages", {"messages": [BILLED, USER]}, "messages in an unread form"),
         ("messages", {"messages": [USER], "reasoning_effort": {"summary": "x"}}, "reasoning effort in an unread form"),
         ("messages", {"messages": [USER], "reasoning_effort": 3}, "reasoning effort in an unread form"),
     ],
