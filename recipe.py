@@ -243,6 +243,8 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(problem="a key is no text", problem_mark=key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(problem=f"key {key.value} twice", problem_mark=key.start_mark)
             seen.add(key.value)

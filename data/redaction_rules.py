@@ -233,7 +233,9 @@ _HOST = _pattern(
 )
 
 # Phone numbers: international, with an area code in brackets, North American, French, German and the like.
-_PHONE_ABROAD = _pattern(r"(?<![\w.<+/-])(?P<value>(?:\+|00(?=[ 1-9]))[ ]?[1-9](?:[ .()/-]{0,2}\d){6,16}+)(?![\w-])")
+_PHONE_ABROAD = _pattern(
+    r"(?<![.<+/-])(?P<value>(?:(?<![^\W\d])\+|(?<!\w)00(?=[ 1-9]))[ ]?[1-9](?:[ .()/-]{0,2}\d){6,16}+)(?![\w-])"
+)
 _PHONE_SHAPES = _pattern(
     r"""(?<![\w.<+/-])(?P<value>
       \(\d{2,5}\)\ ?\d{2,5}(?:[ .-]\d{2,4}){1,3}

@@ -119,6 +119,7 @@ def test_every_mistake_has_its_line(tmp_path: Path) -> None:
     [
         ("train: [", "recipe.yaml: line 3: not valid YAML: expected the node content, but found '<stream end>'"),
         ("train: {}\ntrain: {}", "recipe.yaml: line 3: not valid YAML: key train twice"),
+        ("train: {}\n? [a]\n: 1", "recipe.yaml: line 3: not valid YAML: a key is no text"),
         ("train: {steps: 1, steps: 2}", "recipe.yaml: line 2: not valid YAML: key steps twice"),
         ("train: !!python/name:os.system", "recipe.yaml: line 2: not valid YAML: could not determine a constructor"),
     ],

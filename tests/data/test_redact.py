@@ -33,6 +33,7 @@ def redacted(text: str) -> tuple[str, dict[str, int]]:
         ("call +49 (30) 1234-5678 or (212) 555-0187", "call <phone> or <phone>"),
         ("My number is 415-555-0132.", "My number is <phone>."),
         ("+14155550132", "<phone>"),
+        ("+49 30 901820+49 30 901820", "<phone><phone>"),
         ("030/123 4567", "<phone>"),
         ("card 4111 1111 1111 1111 thanks", "card <card> thanks"),
         ("5500-0000-0000-0004", "<card>"),
