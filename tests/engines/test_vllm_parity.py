@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from drafted import fit, fresh_family, save, talks
 from engine_counts import EngineRound, engine_rounds, matched_runs
 from trained import PROMPTS, SEED, Trained, sentences
@@ -17,7 +18,8 @@ from vllm_served import VLLM, environment
 
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts.dflash import DFlashDraft
-from draftforge.specdec.formats import write_draft
+from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
+from draftforge.specdec.formats import Format, Verifier, write_draft
 from draftforge.specdec.proposers import Proposer, make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.sampling_settings import SamplingSettings
@@ -93,6 +95,74 @@ def test_rounds_of_prompt_lookup_equal_vllms(
     assert any(not r.drafted for ours, _ in answers for r in ours[:-1])  # rounds without a draft: vLLM books none
     if K == 5:  # copies that end with the text; shorter drafts need not meet one
         assert any(0 < r.drafted < K for _, theirs in answers for r in theirs)
+
+
+BEFORE_FC: list[dict[str, Any]] = [{}, {"fc_norm": True}, {"norm_before_fc": True}]
+STOCK = {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True}
+FEATURES: list[dict[str, Any]] = [
+    *(
+        {**before, **output, **residual}
+        for before in BEFORE_FC
+        for output in ({}, {"norm_output": True})
+        for residual in ({}, {"norm_before_residual": True})
+        if before or output or residual
+    ),
+    {"body": "qwen3"},
+    {"body": "qwen3", "num_hidden_layers": 2, "sliding_window": 6, **STOCK},
+    {"num_hidden_layers": 3, "fc_norm": True, "norm_output": True},
+    {"sliding_window": 6},
+    {"sliding_window": 6, **STOCK},
+    {"attention_bias": True},
+    {"aux_layers": (1, 2)},
+    {"aux_layers": (1, 2, 3, 4), "fc_norm": True},
+    {"aux_layers": ()},
+]
+"""What a head may have beside the plain one's: all that vLLM computes. Its runner on a CPU starts with no head of which
+one layer has a window and another none."""
+
+
+def with_features(plain: Eagle3Draft, features: dict[str, Any]) -> Eagle3Draft:
+    """The trained head with more features: it is right less often, and its own weights are where they were."""
+    torch.manual_seed(SEED)
+    draft = Eagle3Draft(Eagle3Config.model_validate({**plain.config.model_dump(), **features}))
+    known = {name: tensor for name, tensor in plain.state_dict().items() if not name.startswith("fc.")}
+    weights = draft.state_dict()
+    with torch.no_grad():
+        # fc keeps the layers that are still read; norms get weights of their own.
+        for column, layer in enumerate(draft.config.aux_layers):
+            if layer in plain.config.aux_layers:
+                size, at = plain.config.target_hidden_size, plain.config.aux_layers.index(layer)
+                weights["fc.weight"][:, column * size :][:, :size] = plain.fc.weight[:, at * size :][:, :size]
+        for name in weights.keys() - known.keys():
+            if name.endswith("norm.weight") or ".norms." in name:
+                weights[name].uniform_(1.0, 3.0)
+    draft.load_state_dict({**weights, **known})
+    return draft.eval()
+
+
+IN_SPECULATORS: list[dict[str, Any]] = [
+    *(flags for flags in FEATURES if set(flags) == set(STOCK) or (flags.get("fc_norm") and len(flags) == 3)),
+    *(flags for flags in FEATURES if {"body", "sliding_window"} & set(flags)),
+]
+BY_LAYOUT = [*((flags, "vllm") for flags in FEATURES), *((flags, "speculators") for flags in IN_SPECULATORS)]
+
+
+@pytest.mark.parametrize(
+    ("features", "layout"), BY_LAYOUT, ids=lambda value: value if isinstance(value, str) else "+".join(value)
+)
+def test_heads_with_more_features_equal_vllms(
+    trained_drafts: Trained, tmp_path: Path, features: dict[str, Any], layout: Format
+) -> None:
+    """Each combination that vLLM takes, in its own layout; those of speculators' own training in that format too."""
+    target, plain = trained_drafts.target(), trained_drafts.draft("eagle3")
+    assert isinstance(plain, Eagle3Draft)
+    draft, folder = with_features(plain, features), tmp_path / "draft"
+    folder.mkdir()
+    verifier = Verifier(str(trained_drafts.target_folder), ["LlamaForCausalLM"])
+    write_draft(draft, folder, layout, 3, verifier)
+    model = {"method": "eagle3", "model": str(folder)}
+    answers = compare(trained_drafts, target, make_proposer(draft, target), model, PROMPTS[:1], 3, tmp_path)
+    assert sum(round_.drafted for _, theirs in answers for round_ in theirs)
 
 
 OURS: dict[str, EagleSettings | MedusaSettings] = {
