@@ -18,14 +18,7 @@ import typer
 from . import __version__
 from .errors import COMMAND, DraftforgeError, InputError, MissingFileError, RecipeError, StoppedError, one_line
 from .masking import masked
-from .pipeline.cli_options import (
-    BenchOptions,
-    GenerateOptions,
-    MetricsOptions,
-    SkipLayersOptions,
-    StoreOptions,
-    WatchOptions,
-)
+from .pipeline import cli_options
 from .storage import is_disk_full
 
 if TYPE_CHECKING:
@@ -57,14 +50,11 @@ Overrides = Annotated[
     typer.Argument(metavar="section.key=value", help="Values that replace the recipe's, e.g. drafts.small.steps=20."),
 ]
 DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
-DraftDevice = Annotated[
-    str | None,
-    typer.Option("--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device."),
-]
+DraftDevice = Annotated[str | None, typer.Option("--draft-device", help="Such as cpu; default: score.draft_device.")]
 
 
 def spread_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give Typer a verb whose last parameter is a dataclass of `pipeline.options` as one with a parameter a field."""
+    """Give Typer a verb whose last parameter is a dataclass of options as one with a parameter a field."""
     signature, hints = inspect.signature(verb, eval_str=True), get_type_hints(verb)
     name, options = next((name, kind) for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type))
     flags = get_type_hints(options, include_extras=True)
@@ -270,7 +260,7 @@ def fetch(
             "--target", help="Model folder, .gguf file, hub id, or the first hex digits of the target's fingerprint."
         ),
     ],
-    store: StoreOptions,
+    store: cli_options.StoreOptions,
     layout: Annotated[
         str | None,
         typer.Option("--format", help="hf, vllm, sglang, speculators, medusa or gguf; default: as it is stored, vllm."),
@@ -292,7 +282,7 @@ def fetch(
 @app.command(rich_help_panel=REGISTRY)
 @spread_options
 def registry(
-    store: StoreOptions,
+    store: cli_options.StoreOptions,
     recipe: Annotated[
         Path | None, typer.Argument(metavar="[RECIPE]", help="Whose registry; default: the store that options name.")
     ] = None,
@@ -339,7 +329,7 @@ def retrain(
 
 @app.command(rich_help_panel=REGISTRY)
 @spread_options
-def watch(recipe: RecipeFile, options: WatchOptions, overrides: Overrides = None) -> None:
+def watch(recipe: RecipeFile, options: cli_options.WatchOptions, overrides: Overrides = None) -> None:
     """Retrain now and every so often, each time in a process of its own: a scheduler for where there is none.
 
     Example: draftforge watch configs/demo.yaml --every 6h --jitter 10m
@@ -352,7 +342,7 @@ def watch(recipe: RecipeFile, options: WatchOptions, overrides: Overrides = None
 
 @app.command("skip-layers", rich_help_panel=USE)
 @spread_options
-def skip_layers(recipe: RecipeFile, options: SkipLayersOptions, overrides: Overrides = None) -> None:
+def skip_layers(recipe: RecipeFile, options: cli_options.SkipLayersOptions, overrides: Overrides = None) -> None:
     """Find layers of the target that a draft can skip: the target itself, without them, then drafts. No training.
 
     Example: draftforge skip-layers configs/demo.yaml --domain support --tries 300 --out support.json
@@ -401,7 +391,7 @@ def export(
 def generate(
     recipe: RecipeFile,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The user's message; - reads standard input.")],
-    options: GenerateOptions,
+    options: cli_options.GenerateOptions,
     overrides: Overrides = None,
     draft_device: DraftDevice = None,
 ) -> None:
@@ -418,7 +408,7 @@ def generate(
 @app.command(rich_help_panel=USE)
 @spread_options
 def bench(
-    recipe: RecipeFile, options: BenchOptions, overrides: Overrides = None, draft_device: DraftDevice = None
+    recipe: RecipeFile, options: cli_options.BenchOptions, overrides: Overrides = None, draft_device: DraftDevice = None
 ) -> None:
     """Measure every way of drafting on your own prompts: speed, waiting, memory, and where speculation loses.
 
@@ -436,7 +426,7 @@ def bench(
 
 @app.command(rich_help_panel=LOOK)
 @spread_options
-def metrics(recipe: RecipeFile, options: MetricsOptions, overrides: Overrides = None) -> None:
+def metrics(recipe: RecipeFile, options: cli_options.MetricsOptions, overrides: Overrides = None) -> None:
     """Prometheus metrics of the champion; warn where an engine accepts other than was expected.
 
     Example: draftforge metrics configs/demo.yaml --out draftforge.prom --served http://127.0.0.1:8000

@@ -27,6 +27,8 @@ from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.targets import context_length
 from draftforge.train import loop
 
+pytestmark = pytest.mark.slow
+
 WriteRecipe = Callable[..., Path]
 LOAD = {"engine": "vllm", "batch_sizes": {1: 1.0}, "context_tokens": 300, "answer_tokens": 16}
 VERBS: dict[str, Callable[[Recipe], object]] = {

@@ -11,6 +11,7 @@ import torch
 
 from draftforge.cli import main
 from draftforge.errors import InputError
+from draftforge.pipeline import scoring
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec import stored_draft, targets
@@ -61,6 +62,7 @@ def test_drafts_lie_where_they_are_told_to(
 
     monkeypatch.setattr(stored_draft, "draft_device", elsewhere)
     monkeypatch.setattr(OtherDeviceDrafter, "__init__", spy)
+    monkeypatch.setattr(scoring, "resolve_device", lambda *args: THERE.device)  # the check before any work
 
     def said(*args: str) -> list[str]:
         with pytest.raises(SystemExit) as ended:

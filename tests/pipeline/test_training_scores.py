@@ -62,7 +62,7 @@ def test_a_stage_that_stopped_early_is_done_and_its_kept_drafts_are_scored(
     best = max(scores, key=lambda one: one["tau"])["step"]
     assert set(stages.list_steps(trained_in(space))) == {best, 3}
     assert {row.step for row in outcome.scored.rows if row.draft == "eagle3"} == {best, 3}
-    history = space.tracking.client.get_metric_history(outcome.version.run_id, "eagle3/tau")
+    history = space.tracking.client.get_metric_history(outcome.version.run_id, "train/eagle3/tau")
     assert [(point.step, point.value) for point in history] == [(one["step"], one["tau"]) for one in scores]
 
     settings, while_training = space.recipe.score, {one["step"]: one["tau"] for one in scores}

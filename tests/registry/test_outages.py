@@ -1,6 +1,7 @@
 """A real MLflow server that is killed and started again under an open run, and the command that shows a run."""
 
 import shlex
+import shutil
 import sys
 import urllib.request
 from contextlib import ExitStack
@@ -25,9 +26,11 @@ def test_a_killed_server_is_said_within_30_seconds_and_gets_everything_later(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     said: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(module, "say", said.put)
+    # A store of its own: the experiments that a server makes lie beyond the reach of other tests.
+    store = f"sqlite:///{shutil.copy(shared_tracking.uri.removeprefix('sqlite:///'), tmp_path / 'served.db')}"
     server, port = ExitStack(), free_port()
     with server:
-        url = server.enter_context(mlflow_server(shared_tracking.uri, tmp_path, port))
+        url = server.enter_context(mlflow_server(store, tmp_path, port))
         tracking = open_tracking(RegistrySettings(tracking_uri=url, connect_seconds=60), tmp_path)
         with start_run(tracking, "demo") as run:
             sink = run.sink("train/small")
@@ -38,7 +41,7 @@ def test_a_killed_server_is_said_within_30_seconds_and_gets_everything_later(
             for step in (2, 3):
                 sink.log(step, {"loss": 1 / step})
             assert [metric.step for metric in run.waiting] == [2, 3]
-            server.enter_context(mlflow_server(shared_tracking.uri, tmp_path, port))
+            server.enter_context(mlflow_server(store, tmp_path, port))
             assert said.get(timeout=60) == f"{url}: MLflow answers again"
             assert said.empty()
         history = tracking.client.get_metric_history(run.id, "train/small/loss")

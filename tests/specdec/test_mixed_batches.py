@@ -17,6 +17,8 @@ from draftforge.specdec.requests import DecodeRun, Generation, Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tree import ROOT
 
+pytestmark = pytest.mark.slow
+
 Way = tuple[int, ...]
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678"

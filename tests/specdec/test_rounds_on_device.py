@@ -19,6 +19,8 @@ from draftforge.specdec.kernels.attention import attention
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=0.9, top_k=12, top_p=0.95)
 PENALISED = SamplingSettings(temperature=0.7, repetition_penalty=1.2)

@@ -158,6 +158,7 @@ def test_the_rate_of_each_step_is_the_schedules(
     assert rates == [learning_rate(step, 6, 2, 3e-3, 0.1) for step in range(6)]
 
 
+@pytest.mark.slow
 def test_settings_of_the_optimizer_reach_it(
     tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any
 ) -> None:
@@ -342,6 +343,7 @@ PHASES: Any = [
 ]
 
 
+@pytest.mark.slow
 def test_phases_take_turns_and_a_resumed_run_is_in_the_right_one(
     tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,7 +63,9 @@ def test_first_step_is_orthogonal_inside_and_signs_elsewhere(family: Family) -> 
         if id(parameter) in hidden:
             size = MUON.muon_rate / 2 * 0.2 * math.sqrt(max(parameter.shape))
             values = torch.linalg.svdvals(moved[name]) / size
-            assert float(values.min()) > 0.3 and float(values.max()) < 1.4, name
+            assert float(values.quantile(0.02)) > 0.3 and float(values.max()) < 1.4, (
+                name
+            )  # all but a gradient's null space
             assert float((moved[name] * parameter.grad).sum()) < 0
             seen += 1
         else:

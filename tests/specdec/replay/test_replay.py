@@ -86,6 +86,7 @@ def tree_of(name: str) -> tuple[CausalModel, Proposer]:
     return model, StaticProposer(make_drafter(draft, model), SHAPE, "deterministic")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "setting"),
     [
@@ -113,6 +114,7 @@ def test_one_trace_counts_static_trees_as_drafting_does(name: str, setting: Samp
     assert accepted > 0 or name == "eagle3, 2 tokens"
 
 
+@pytest.mark.slow
 def test_a_tree_whose_path_holds_the_stop() -> None:
     """The stop is an accepted node with children and siblings; what is below it is drafted, and not reached."""
     model, proposer = tree_of("small")

@@ -23,6 +23,8 @@ from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, 
 from draftforge.specdec.sampling import penalised, probabilities
 from draftforge.specdec.sampling_settings import SamplingSettings
 
+pytestmark = pytest.mark.slow
+
 GREEDY = SamplingSettings()
 DRY = SamplingSettings(repetition_penalty=1.4)
 WARM = SamplingSettings(temperature=1.0, top_k=12, repetition_penalty=1.2)

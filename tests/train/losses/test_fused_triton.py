@@ -17,6 +17,8 @@ from draftforge.train.losses.linear_head import Head, LossSettings, Rows, head_l
 from draftforge.train.losses.objectives import FullDistribution, LossWeights, TeacherEntries, autograd_loss
 from draftforge.train.losses.schedule import LossPlan, Objective, Weighted
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS, C, V, H = 2, 3, 300, 16
 """300 entries: two whole blocks and a part of one."""

@@ -119,6 +119,7 @@ def test_a_draft_is_written_again_as_gguf_and_loses_nothing(
     assert read_draft(out).family == draft.family  # a stranger's file brings no lineage
 
 
+@pytest.mark.slow
 def test_every_missing_misshapen_and_damaged_tensor_is_named(draft: DraftModule, written: Path) -> None:
     content = read_gguf(written)
     for name, tensor in content.tensors.items():
