@@ -50,7 +50,10 @@ Overrides = Annotated[
     typer.Argument(metavar="section.key=value", help="Values that replace the recipe's, e.g. drafts.small.steps=20."),
 ]
 DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
-DraftDevice = Annotated[str | None, typer.Option("--draft-device", help="Such as cpu; default: score.draft_device.")]
+DraftDevice = Annotated[
+    str | None,
+    typer.Option("--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device."),
+]
 
 
 def spread_options(verb: Callable[..., None]) -> Callable[..., None]:
