@@ -14,10 +14,11 @@ drafts.small.score_conversations=64 asks for it) as often as the recipe has one.
 
 --equal trains ten steps of one global batch on one GPU and on the most; --resume stops such a training of the first
 draft on the most GPUs, and goes on with it on the fewest; --capture answers the prompts on each number of GPUs
-(selection and holdout at four temperatures, so that there is work for all); --score scores checkpoints of each draft on
-each; --profile traces five steps on the most GPUs (profile_training.py). Captures and scores are timed without what
-comes before their work (loading, and the costs of rounds, which one rank measures), and as a whole. Figures go to
-OUT/results.json as they come, logs of all launches to OUT, tables to the screen. An OUT that exists is gone on with.
+(selection and holdout at twelve temperatures, so that it lasts about a minute); --score scores checkpoints of each
+draft on each; --profile traces five steps on the most GPUs (profile_training.py). Captures and scores are timed
+without what comes before their work (loading, and the costs of rounds, which one rank measures), and as a whole.
+Figures go to OUT/results.json as they come, logs of all launches to OUT, tables to the screen. An OUT that exists is
+gone on with.
 """
 
 import gzip
@@ -56,7 +57,7 @@ _EQUAL_STEPS, _STOPPED_STEP, _PROFILED_STEPS = 10, 3, 12
 _SHARDS_A_RANK = 6  # of the capture's timing
 _CAPTURED: dict[str, dict[str, Any]] = {  # more answers a prompt than the recipe wants, so that a capture lasts
     "mix": {"selection_share": 0.45, "holdout_share": 0.45},
-    "score": {"sampling": [{"temperature": temperature} for temperature in (0, 0.4, 0.7, 1)]},
+    "score": {"sampling": [{"temperature": number / 10} for number in range(12)]},
 }
 Json = dict[str, Any]
 app = typer.Typer(add_completion=False)
