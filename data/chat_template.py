@@ -362,8 +362,9 @@ def _arguments(logged: Any, engine: Engine) -> Any:
 def takes_parts(template: str, engine: Engine = "vllm") -> bool:
     """Whether a chat template loops over the parts of a message's content, as the engine finds it out.
 
-    vLLM looks for loops over the messages, or over a variable that was set to them, then for one over such a loop
-    variable's content, over a macro's parameter that is given it, or over a variable `content` outside macros.
+    vLLM (0.33) looks for loops over the messages, or over a variable or a namespace's field that was set to them, then
+    for one over such a loop variable's content, over a macro's parameter that is given it, or over a variable `content`
+    outside macros.
     SGLang takes a loop over the content of `message`, `msg` or `m`, or any word for a medium.
     """
     if engine == "sglang" and any(word in template for word in _MEDIA):
@@ -416,17 +417,29 @@ def _given_contents(tree: nodes.Template, macro: nodes.Macro, is_content: Callab
 
 def _message_names(tree: nodes.Template, loops: Sequence[nodes.For]) -> set[str]:
     """Names of the variables of loops over the messages."""
-    # Variables that hold the messages, or a slice of them.
+    # Variables, and fields of namespaces, that hold the messages, or a slice of them.
     known, pending = {"messages"}, ["messages"]
     while pending:
         name = pending.pop()
         for assignment in tree.find_all(nodes.Assign):
-            if _reads(assignment.node, name):
-                target = _name_of(assignment.target)
+            for target in _holders(assignment, name):
                 if target not in known:
                     known.add(target)
                     pending.append(target)
     return {_name_of(loop.target) for loop in loops if any(_reads(loop.iter, name) for name in known)}
+
+
+def _holders(assignment: nodes.Assign, name: str) -> Iterator[str]:
+    """Names under which an assignment keeps the value of a variable: its target, or a field of a namespace
+    (`{% set ns = namespace(rest=messages) %}`, `{% set ns.rest = messages %}`)."""
+    target, value = assignment.target, assignment.node
+    if isinstance(target, nodes.Name):
+        if _reads(value, name):
+            yield target.name
+        elif isinstance(value, nodes.Call) and _is_variable(value.node, "namespace"):
+            yield from (f"{target.name}.{field.key}" for field in value.kwargs if _reads(field.value, name))
+    elif isinstance(target, nodes.NSRef) and _reads(value, name):
+        yield f"{target.name}.{target.attr}"
 
 
 def _name_of(target: nodes.Node) -> str:
@@ -441,15 +454,18 @@ def _reads(node: nodes.Node | None, name: str, field: str | None = None) -> bool
         return _reads(node.node, name, field)
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
         return _reads(node.node, name, field)
+    if field is None:
+        return _is_variable(node, name)
     if isinstance(node, nodes.Getitem):
-        read = isinstance(node.arg, nodes.Const) and node.arg.value == field
-        return field is not None and read and _is_variable(node.node, name)
-    if isinstance(node, nodes.Getattr):
-        return node.attr == field and _is_variable(node.node, name)
-    return field is None and _is_variable(node, name)
+        return isinstance(node.arg, nodes.Const) and node.arg.value == field and _is_variable(node.node, name)
+    return isinstance(node, nodes.Getattr) and node.attr == field and _is_variable(node.node, name)
 
 
 def _is_variable(node: nodes.Node | None, name: str) -> bool:
+    """Whether an expression is the variable of that name, or the field of a namespace (`ns.rest`)."""
+    space, dot, attribute = name.rpartition(".")
+    if dot and isinstance(node, nodes.Getattr):
+        return node.attr == attribute and _is_variable(node.node, space)
     return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
 
 

@@ -26,6 +26,8 @@ CALLS = """\
 MACRO = """\
 {%% macro shown(%s) %%}{%% %s %%}{%% endfor %%}{%% endmacro %%}\
 {%% for message in messages %%}{{ shown(%s) }}{%% endfor %%}"""
+LOOPS = "{%% for %s in %s %%}{%% for p in %s %%}{%% endfor %%}{%% endfor %%}"
+NAMESPACE = "{% set ns = namespace() %}{% set ns.a = messages %}"
 MARKED = """\
 {% for m in messages %}{% generation %}\
 {% for p in m.content %}{% endfor %}{% endgeneration %}{% endfor %}"""
@@ -107,6 +109,11 @@ def test_a_template_that_loops_over_parts_gets_them(prompt: Prompt) -> None:
             True,
             False,
         ),
+        # vLLM 0.33 follows fields of namespaces, and passes over assignments to several names; 0.32 does neither.
+        ("{% set ns = namespace(rest=messages[1:]) %}" + LOOPS % ("m", "ns.rest", "m.content"), True, True),
+        (NAMESPACE + "{% set b = ns.a | list %}" + LOOPS % ("x", "b", "x['content']"), True, False),
+        (NAMESPACE + LOOPS % ("x", "ns.b", "x.content"), False, False),
+        ("{% set a, b = messages %}" + LOOPS % ("m", "messages", "m.content"), True, True),
         (MACRO % ("c", "for p in c", "message.content"), True, False),
         (MACRO % ("x, text", "for p in text", "1, text=message['content']"), True, False),
         (MACRO % ("content", "for p in content", "message.role"), False, False),
