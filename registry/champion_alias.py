@@ -3,12 +3,17 @@
 On one host a file lock lets one promotion or rollback work at a time. Between hosts the aliases are re-read before and
 after each move; what another host moved in between is a lost race, reported as RegistryError. docs/registry.md names
 the window that stays open.
+
+A move takes several requests: champion, previous, the bar on what was rolled back, history. It is written down before
+the first of them (`MOVE_TAG`). The next verb finishes a move that was cut off after champion had moved, and forgets one
+that was cut off before.
 """
 
 import json
 from datetime import UTC, datetime
 from typing import Any
 
+from mlflow.entities.model_registry import RegisteredModel
 from pydantic import ValidationError
 
 from ..errors import RegistryError
@@ -24,12 +29,13 @@ REASONS_TAG = "draftforge.reasons"
 BY_CHOICE_TAG = "draftforge.by_choice"
 RECORD_TAG = "draftforge.decision_record"
 TAU_TAG, SPEEDUP_TAG = "draftforge.tau", "draftforge.speedup"
-HISTORY_TAG = "draftforge.history"
+HISTORY_TAG, MOVE_TAG = "draftforge.history", "draftforge.move"
 ROLLED_BACK_TAG, UNDONE_TAG = "draftforge.rolled_back", "draftforge.rollback_undone"
 ALREADY = "is the champion already"
 _DECISIONS = "decisions"
 """Artifact folder of a run that holds its gate decisions."""
 _MAX_TAG = 5000  # characters that every database of MLflow holds
+_MAX_REASON, _MAX_REASON_LISTED = 1000, 100  # characters of a reason: beside a version, and in the history
 
 
 def promote(tracking: Tracking, decision: Decision, version: Version) -> Decision:
@@ -41,7 +47,9 @@ def promote(tracking: Tracking, decision: Decision, version: Version) -> Decisio
     name = version.name
     with alias_lock(tracking, name):
         # 1) Is there anything to decide?
-        current = aliases(tracking, name).get(CHAMPION)
+        _settle(tracking, name)
+        known = aliases(tracking, name)
+        current = known.get(CHAMPION)
         if current == version.number:
             return decision.model_copy(update={"promote": True, "reasons": [ALREADY]})
         if rolled_back := _rolled_back(tracking, version):
@@ -55,12 +63,11 @@ def promote(tracking: Tracking, decision: Decision, version: Version) -> Decisio
                 f"{name}: lost a race: the decision compared {decision.compared or 'no champion'}, "
                 f"the champion is now {champion or 'unset'}; compare with that one again"
             )
-        # 3) Record, name what a rollback returns to, and move: a cut between these loses nothing.
+        # 3) Record, and move. A rollback returns to what was champion, unless its files are gone.
         _record(tracking, decision, version)
         if decision.promote:
-            if current is not None and not decision.champion_lost:
-                set_alias(tracking, name, PREVIOUS, current)
-            move_champion(tracking, name, current, version.number, "promote", decision.reasons[-1])
+            previous = known.get(PREVIOUS) if current is None or decision.champion_lost else current
+            move_champion(tracking, name, current, version.number, "promote", decision.reasons[-1], previous)
     return decision
 
 
@@ -72,34 +79,22 @@ def rollback(tracking: Tracking, target_fingerprint: str, why: str = "") -> Vers
     """
     name = model_name(tracking, target_fingerprint)
     with alias_lock(tracking, name):
-        # 1) Refuse where there is nothing to return to.
+        # 1) A rollback that was cut off after it had moved the champion is this one.
+        finished = _settle(tracking, name)
+        if finished is not None and finished["event"] == "rollback":
+            return get_version(tracking, f"{name}/{finished['to']}")
+        # 2) Refuse where there is nothing to return to.
         known = aliases(tracking, name)
         current, previous = known.get(CHAMPION), known.get(PREVIOUS)
         if current is None:
             raise RegistryError(f"{name}: has no champion to roll back")
+        if previous == current:  # moved by hand
+            previous = _champion_before(tracking, name, current)
         if previous is None:
             raise RegistryError(f"{name}: version {current} is the champion and there is no earlier one to go back to")
-        # 2) A promotion that was cut off between its two aliases leaves both on one version: mend it, and let a person
-        # look.
-        if previous == current:
-            older = _champion_before(tracking, name, current)
-            set_alias(tracking, name, PREVIOUS, older)
-            raise RegistryError(
-                f"{name}: champion and previous are both version {current}, an earlier move was cut off; "
-                f"previous is now {older or 'unset'}: look, and roll back again if that is wanted"
-            )
-        # 3) Tag the version that is left, move, and name what the next rollback returns to. Cut off in between, no
-        #    retraining promotes that version again.
-        left = str(current)
-        with mlflow_errors(tracking.uri):
-            tracking.client.set_model_version_tag(name, left, ROLLED_BACK_TAG, why[:1000] or "no reason given")
-        try:
-            move_champion(tracking, name, current, previous, "rollback", why)
-        except RegistryError:  # another host's champion is not what was to be left
-            with mlflow_errors(tracking.uri):
-                tracking.client.delete_model_version_tag(name, left, ROLLED_BACK_TAG)
-            raise
-        set_alias(tracking, name, PREVIOUS, _champion_before(tracking, name, previous))
+        # 3) Move, and name what the next rollback returns to.
+        older = _champion_before(tracking, name, previous)
+        move_champion(tracking, name, current, previous, "rollback", why, older)
     return get_version(tracking, f"{name}/{previous}")
 
 
@@ -111,7 +106,11 @@ def undo_rollback(tracking: Tracking, target_fingerprint: str, why: str = "") ->
     """
     name = model_name(tracking, target_fingerprint)
     with alias_lock(tracking, name):
-        # 1) The last rollback that still stands.
+        # 1) An undo that was cut off after it had moved the champion is this one.
+        finished = _settle(tracking, name)
+        if finished is not None and finished["event"] == "undo":
+            return get_version(tracking, f"{name}/{finished['to']}")
+        # 2) The last rollback that still stands.
         current = aliases(tracking, name).get(CHAMPION)
         if current is None:
             raise RegistryError(f"{name}: has no champion, so no rollback to undo")
@@ -120,16 +119,8 @@ def undo_rollback(tracking: Tracking, target_fingerprint: str, why: str = "") ->
         if left is None or returned_to != current:
             raise RegistryError(f"{name}: no rollback to undo: champion {name}/{current} is not there by one")
         version = get_version(tracking, f"{name}/{left}")
-        # 2) What bars it from promotion goes first: cut off here, the same undo does the rest.
-        with mlflow_errors(tracking.uri):
-            reason = (tracking.client.get_model_version(name, str(left)).tags or {}).get(ROLLED_BACK_TAG)
-            if reason is not None:
-                text = f"{reason}; undone: {why or 'no reason given'}"[:_MAX_TAG]
-                tracking.client.set_model_version_tag(name, str(left), UNDONE_TAG, text)
-                tracking.client.delete_model_version_tag(name, str(left), ROLLED_BACK_TAG)
-        # 3) Move, and name what the next rollback returns to.
-        set_alias(tracking, name, PREVIOUS, current)
-        move_champion(tracking, name, current, left, "undo", why)
+        # 3) Move; a rollback of it returns to where this one did.
+        move_champion(tracking, name, current, left, "undo", why, current)
     return version
 
 
@@ -147,23 +138,77 @@ def _standing_rollbacks(tracking: Tracking, name: str) -> list[tuple[int, int]]:
     return found
 
 
-def move_champion(tracking: Tracking, name: str, current: int | None, to: int, event: str, why: str) -> None:
-    """Move `champion` from version `current` to version `to`, and add that to the history. Hold `alias_lock`.
+def move_champion(
+    tracking: Tracking, name: str, current: int | None, to: int, event: str, why: str, previous: int | None = None
+) -> None:
+    """Move `champion` from version `current` to version `to`, and all that follows from it. Hold `alias_lock`.
 
-    Raises RegistryError where another host moved the alias before or meanwhile.
+    `previous`: version that a rollback returns to afterwards. Raises RegistryError where another host moved the alias
+    before or meanwhile.
     """
-    # MLflow has no compare-and-set: read before the move and after it.
+    # 1) What is about to be done comes first: cut off from here on, `_settle` does the rest.
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    move = {"at": now, "event": event, "from": current, "to": to, "why": why[:_MAX_REASON], "previous": previous}
+    _set_tag(tracking, name, MOVE_TAG, json.dumps(move, ensure_ascii=False))
+    # 2) MLflow has no compare-and-set: read before the move and after it.
     found = aliases(tracking, name).get(CHAMPION)
+    if found == current:
+        set_alias(tracking, name, CHAMPION, to)
+        current, found = to, aliases(tracking, name).get(CHAMPION)
     if found != current:
+        _set_tag(tracking, name, MOVE_TAG, None)
         raise _lost_race(name, current, found)
-    set_alias(tracking, name, CHAMPION, to)
-    known = aliases(tracking, name)
-    if known.get(CHAMPION) != to:
-        raise _lost_race(name, to, known.get(CHAMPION))
-    # The new champion is no candidate any more.
-    if known.get(CANDIDATE) == to:
+    # 3) What follows from it.
+    _finish(tracking, name, move)
+
+
+def _settle(tracking: Tracking, name: str) -> dict[str, Any] | None:
+    """Finish a move that was cut off after it had moved `champion`, and return it; forget one that had not."""
+    try:
+        model = _registered_model(tracking, name)
+    except RegistryError:  # no draft of this target is registered
+        return None
+    if MOVE_TAG not in model.tags:
+        return None
+    move = _made_move(model)
+    if move is None:
+        _set_tag(tracking, name, MOVE_TAG, None)
+    else:
+        _finish(tracking, name, move)
+    return move
+
+
+def _made_move(model: RegisteredModel) -> dict[str, Any] | None:
+    """The move that is written down as begun and not as finished; None: there is none, or `champion` has not moved."""
+    try:
+        move = json.loads(model.tags.get(MOVE_TAG, "null"))
+        move = {key: move[key] for key in ("at", "event", "from", "to", "why", "previous")}
+        return move if move["to"] == int(model.aliases[CHAMPION]) else None
+    except (ValueError, TypeError, KeyError):  # none, or edited by hand
+        return None
+
+
+def _finish(tracking: Tracking, name: str, move: dict[str, Any]) -> None:
+    """Do all that follows from a move of `champion`; done twice, it changes nothing. Versions deleted since are passed
+    over."""
+    event, start, to, why, previous = (move[key] for key in ("event", "from", "to", "why", "previous"))
+    # 1) A rollback bars what it left from promotion; an undo lifts that, and the reason stays.
+    if event == "rollback" and _exists(tracking, name, start):
+        _set_version_tag(tracking, name, start, ROLLED_BACK_TAG, why or "no reason given")
+    if event == "undo" and (barred := _version_tags(tracking, name, to).get(ROLLED_BACK_TAG)) is not None:
+        text = f"{barred}; undone: {why or 'no reason given'}"
+        _set_version_tag(tracking, name, to, UNDONE_TAG, text[:_MAX_TAG])
+        _set_version_tag(tracking, name, to, ROLLED_BACK_TAG, None)
+    # 2) What a rollback returns to; the new champion is no candidate any more.
+    set_alias(tracking, name, PREVIOUS, previous if _exists(tracking, name, previous) else None)
+    if aliases(tracking, name).get(CANDIDATE) == to:
         set_alias(tracking, name, CANDIDATE, None)
-    _add_to_history(tracking, name, {"event": event, "from": current, "to": to, "why": why[:100]})
+    # 3) The history. Its oldest events are dropped where the tag would exceed MLflow's limit.
+    events = _events(_registered_model(tracking, name), move)
+    while len(text := json.dumps(events, ensure_ascii=False)) > _MAX_TAG and len(events) > 1:
+        del events[0]
+    _set_tag(tracking, name, HISTORY_TAG, text)
+    _set_tag(tracking, name, MOVE_TAG, None)
 
 
 def set_alias(tracking: Tracking, name: str, alias: str, number: int | None) -> None:
@@ -182,24 +227,49 @@ def _lost_race(name: str, expected: int | None, found: int | None) -> RegistryEr
 
 def history(tracking: Tracking, name: str) -> list[dict[str, Any]]:
     """Moves of a registered model's champion, oldest first: at, event, from, to, why."""
-    with mlflow_errors(tracking.uri):
-        text = tracking.client.get_registered_model(name).tags.get(HISTORY_TAG, "[]")
+    model = _registered_model(tracking, name)
+    return _events(model, _made_move(model))
+
+
+def _events(model: RegisteredModel, move: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Moves that the history holds, and last of them `move`, which may have been cut off before it came there."""
     try:
-        events = json.loads(text)
+        known = json.loads(model.tags.get(HISTORY_TAG, "[]"))
     except ValueError:
-        events = []  # edited by hand; the aliases stay the truth
-    return [event for event in events if isinstance(event, dict)] if isinstance(events, list) else []
+        known = []  # edited by hand; the aliases stay the truth
+    events = [event for event in known if isinstance(event, dict)] if isinstance(known, list) else []
+    if move is not None:
+        last = {key: move[key] for key in ("at", "event", "from", "to")} | {"why": move["why"][:_MAX_REASON_LISTED]}
+        events += [] if events[-1:] == [last] else [last]
+    return events
 
 
-def _add_to_history(tracking: Tracking, name: str, event: dict[str, Any]) -> None:
-    """Append an event to the history tag. Its oldest events are dropped where the tag would exceed MLflow's limit."""
-    # The time in the name sorts a version's decisions, and keeps two of them apart.
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    events = [*history(tracking, name), {"at": now, **event}]
-    while len(text := json.dumps(events, ensure_ascii=False)) > _MAX_TAG and len(events) > 1:
-        del events[0]
+def _registered_model(tracking: Tracking, name: str) -> RegisteredModel:
     with mlflow_errors(tracking.uri):
-        tracking.client.set_registered_model_tag(name, HISTORY_TAG, text)
+        return tracking.client.get_registered_model(name)
+
+
+def _set_tag(tracking: Tracking, name: str, tag: str, value: str | None) -> None:
+    """Set a tag of a registered model; None deletes it."""
+    with mlflow_errors(tracking.uri):
+        if value is None:
+            tracking.client.delete_registered_model_tag(name, tag)
+        else:
+            tracking.client.set_registered_model_tag(name, tag, value)
+
+
+def _set_version_tag(tracking: Tracking, name: str, number: int, tag: str, value: str | None) -> None:
+    """Set a tag of a version; None deletes it."""
+    with mlflow_errors(tracking.uri):
+        if value is None:
+            tracking.client.delete_model_version_tag(name, str(number), tag)
+        else:
+            tracking.client.set_model_version_tag(name, str(number), tag, value)
+
+
+def _version_tags(tracking: Tracking, name: str, number: int) -> dict[str, str]:
+    with mlflow_errors(tracking.uri):
+        return tracking.client.get_model_version(name, str(number)).tags or {}
 
 
 def _champion_before(tracking: Tracking, name: str, number: int) -> int | None:
@@ -225,7 +295,9 @@ def _champion_before(tracking: Tracking, name: str, number: int) -> int | None:
     return None
 
 
-def _exists(tracking: Tracking, name: str, number: int) -> bool:
+def _exists(tracking: Tracking, name: str, number: int | None) -> bool:
+    if number is None:
+        return False
     try:
         get_version(tracking, f"{name}/{number}")
     except RegistryError:
@@ -236,8 +308,7 @@ def _exists(tracking: Tracking, name: str, number: int) -> bool:
 def _rolled_back(tracking: Tracking, version: Version) -> tuple[int, str] | None:
     """Version number and reason of a rollback of this draft: this version, or another one with the same weights."""
     for same in same_draft(tracking, version):
-        with mlflow_errors(tracking.uri):
-            tags = tracking.client.get_model_version(same.name, str(same.number)).tags or {}
+        tags = _version_tags(tracking, same.name, same.number)
         if ROLLED_BACK_TAG in tags:
             return same.number, str(tags[ROLLED_BACK_TAG])
     return None
@@ -281,8 +352,7 @@ def decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
 
 def judged_figures(tracking: Tracking, version: Version) -> tuple[float | None, float | None]:
     """tau and expected speed-up on the holdout at the last gate decision about a version; None: no gate judged it."""
-    with mlflow_errors(tracking.uri):
-        tags = tracking.client.get_model_version(version.name, str(version.number)).tags or {}
+    tags = _version_tags(tracking, version.name, version.number)
     return tag_number(tags.get(TAU_TAG)), tag_number(tags.get(SPEEDUP_TAG))
 
 

@@ -4,7 +4,9 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from draftforge.errors import LockedError, RegistryError
 from draftforge.registry import champion_alias
 from draftforge.registry.champion_alias import (
     HISTORY_TAG,
+    MOVE_TAG,
     ROLLED_BACK_TAG,
     SPEEDUP_TAG,
     TAU_TAG,
@@ -28,7 +31,7 @@ from draftforge.registry.champion_alias import (
 )
 from draftforge.registry.connect import Tracking
 from draftforge.registry.gate import Decision, Evidence, Figures, Interval, Numbers
-from draftforge.registry.lineage import Version
+from draftforge.registry.lineage import DRAFT_TAG, Version, get_version
 from draftforge.registry.versions import CANDIDATE, CHAMPION, PREVIOUS, aliases
 
 Register = Callable[..., Version]
@@ -146,28 +149,36 @@ def test_champion_that_changed_since_the_comparison(tracking: Tracking, register
 
 
 class OtherHost:
-    """A client beside which another host moves `champion` at the worst moment."""
+    """A client beside which another host moves `champion` at the worst moment, after a tag or an alias was set."""
 
     def __init__(self, tracking: Tracking, steals: Version, when: str) -> None:
         self._client, self._steals, self._when = tracking.client, steals, when
 
     def set_registered_model_alias(self, name: str, alias: str, version: str) -> None:
         self._client.set_registered_model_alias(name, alias, version)
-        if alias == self._when:
+        self._steal(name, alias)
+
+    def set_registered_model_tag(self, name: str, tag: str, value: str) -> None:
+        self._client.set_registered_model_tag(name, tag, value)
+        self._steal(name, tag)
+
+    def _steal(self, name: str, written: str) -> None:
+        if written == self._when:
             self._client.set_registered_model_alias(name, CHAMPION, str(self._steals.number))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
 
-@pytest.mark.parametrize("when", [PREVIOUS, CHAMPION])
+@pytest.mark.parametrize("when", [MOVE_TAG, CHAMPION])
 def test_race_with_another_host_is_reported(tracking: Tracking, register: Register, when: str) -> None:
     one, two, three = register("one"), register("two"), register("three")
     crown(tracking, one)
     raced = Tracking(**{**vars(tracking), "client": OtherHost(tracking, three, when)})
     with pytest.raises(RegistryError, match=r"lost a race: champion was version \d and is now version 3"):
         promote(raced, verdict(one.reference), two)
-    assert aliases(tracking, one.name)[CHAMPION] == 3
+    assert aliases(tracking, one.name) == {CHAMPION: 3, CANDIDATE: 3} and len(history(tracking, one.name)) == 1
+    assert MOVE_TAG not in tracking.client.get_registered_model(one.name).tags
 
 
 def test_race_on_this_host_has_one_winner(tracking: Tracking, register: Register) -> None:
@@ -279,35 +290,11 @@ def test_what_was_promoted_since_stays(tracking: Tracking, three: list[Version],
         undo_rollback(tracking, TARGET)
 
 
-def test_a_rollback_that_was_cut_off_still_bars_what_it_left(tracking: Tracking, three: list[Version]) -> None:
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(champion_alias, "_add_to_history", killed)
-        rollback(tracking, TARGET, "slow")
-    assert now(tracking, three[0].name) == (2, 2)
-    assert not promote(tracking, verdict(three[1].reference), three[2]).promote
-
-
 def test_a_rollback_that_lost_a_race_bars_nothing(tracking: Tracking, three: list[Version]) -> None:
     raced = Tracking(**{**vars(tracking), "client": OtherHost(tracking, three[0], CHAMPION)})
     with pytest.raises(RegistryError, match="lost a race"):
         rollback(raced, TARGET, "slow")
     assert ROLLED_BACK_TAG not in (tracking.client.get_model_version(three[0].name, "3").tags or {})
-
-
-def test_an_undo_that_was_cut_off_goes_on(tracking: Tracking, three: list[Version]) -> None:
-    def killed(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    rollback(tracking, TARGET, "slow")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(champion_alias, "move_champion", killed)
-        undo_rollback(tracking, TARGET)
-    assert now(tracking, three[0].name) == (2, 2)
-    assert undo_rollback(tracking, TARGET).number == 3 and now(tracking, three[0].name) == (3, 2)
-    assert tracking.client.get_model_version(three[0].name, "3").tags[UNDONE_TAG].startswith("slow; undone")
 
 
 def test_line_continues_after_a_rollback(tracking: Tracking, three: list[Version], register: Register) -> None:
@@ -337,12 +324,108 @@ def test_spoiled_history_does_not_stop_a_rollback(tracking: Tracking, three: lis
     assert now(tracking, three[0].name) == (2, None)
 
 
-def test_move_that_was_cut_off_is_repaired_and_said(tracking: Tracking, three: list[Version]) -> None:
+def test_aliases_moved_onto_one_version_by_hand_are_told_apart_by_the_history(
+    tracking: Tracking, three: list[Version]
+) -> None:
     set_alias(tracking, three[0].name, PREVIOUS, 3)
-    with pytest.raises(RegistryError, match="an earlier move was cut off; previous is now 2"):
-        rollback(tracking, TARGET)
-    assert now(tracking, three[0].name) == (3, 2)
-    assert rollback(tracking, TARGET).number == 2
+    assert rollback(tracking, TARGET).number == 2 and now(tracking, three[0].name) == (2, 1)
+
+
+class Store:
+    """One registered model, copied into memory: what happens to it is forgotten, or cut off before its n-th write."""
+
+    def __init__(self, tracking: Tracking, name: str, last: int) -> None:
+        model = tracking.client.get_registered_model(name)
+        self.aliases, self.tags, self.writes_left = dict(model.aliases), dict(model.tags), -1
+        self.versions = {str(one): tracking.client.get_model_version(name, str(one)) for one in range(1, last + 1)}
+
+    def get_registered_model(self, name: str) -> Any:
+        return SimpleNamespace(aliases=dict(self.aliases), tags=dict(self.tags))
+
+    def get_model_version(self, name: str, number: str) -> Any:
+        return deepcopy(self.versions[number])
+
+    def search_model_versions(self, text: str) -> list[Any]:
+        return [deepcopy(one) for one in self.versions.values() if one.tags[DRAFT_TAG] in text]
+
+    def set_registered_model_alias(self, name: str, alias: str, number: str) -> None:
+        self.write(self.aliases, alias, number)
+
+    def delete_registered_model_alias(self, name: str, alias: str) -> None:
+        self.write(self.aliases, alias)
+
+    def set_registered_model_tag(self, name: str, tag: str, value: str) -> None:
+        self.write(self.tags, tag, value)
+
+    def delete_registered_model_tag(self, name: str, tag: str) -> None:
+        self.write(self.tags, tag)
+
+    def set_model_version_tag(self, name: str, number: str, tag: str, value: str) -> None:
+        self.write(self.versions[number].tags, tag, value)
+
+    def delete_model_version_tag(self, name: str, number: str, tag: str) -> None:
+        self.write(self.versions[number].tags, tag)
+
+    def log_text(self, run_id: str, text: str, path: str) -> None:
+        self.write({}, path)
+
+    def write(self, where: dict[str, str], key: str, value: str | None = None) -> None:
+        self.writes_left -= 1
+        if self.writes_left == 0:
+            raise KeyboardInterrupt
+        if value is None:
+            where.pop(key, None)
+        else:
+            where[key] = value
+
+
+def crown_four(tracking: Tracking, name: str) -> None:
+    current = aliases(tracking, name)[CHAMPION]
+    promote(tracking, verdict(f"{name}/{current}"), get_version(tracking, f"{name}/4"))
+
+
+def back(tracking: Tracking, name: str) -> None:
+    rollback(tracking, TARGET, "slow")
+
+
+def undo(tracking: Tracking, name: str) -> None:
+    undo_rollback(tracking, TARGET, "it was the network")
+
+
+def test_a_move_that_is_killed_at_any_write_is_whole(
+    tracking: Tracking, three: list[Version], register: Register
+) -> None:
+    """The next verb does what it does after the whole move, or before any of it, as the champion tells; the same verb
+    again makes it whole."""
+    name = register("four").name
+
+    def run(store: Store, verb: Callable[[Tracking, str], None], writes: int = -1) -> tuple[Store, list[Any]]:
+        """Do this with a copy of the store, killed before its n-th write; the copy, and what it holds then."""
+        store = deepcopy(store)
+        store.writes_left, said, copied = writes, "", Tracking(**{**vars(tracking), "client": store})
+        try:
+            verb(copied, name)
+        except RegistryError as error:
+            said = str(error)
+        except KeyboardInterrupt:
+            said = "killed"
+        events = [tuple(event[key] for key in ("event", "from", "to", "why")) for event in history(copied, name)]
+        bars = [
+            (number, one.tags.get(ROLLED_BACK_TAG), one.tags.get(UNDONE_TAG)) for number, one in store.versions.items()
+        ]
+        return store, [said, store.aliases, events, bars]
+
+    start = Store(tracking, name, 4)
+    returned, _ = run(start, back)
+    for before, verb, other in ((start, crown_four, back), (start, back, undo), (returned, undo, back)):
+        after, whole = run(before, verb)
+        assert MOVE_TAG not in after.tags and after.writes_left <= -6
+        for write in range(1, -after.writes_left):
+            cut, found = run(before, verb, write)
+            moved = cut.aliases[CHAMPION] == after.aliases[CHAMPION]
+            assert found[0] == "killed" and found[2] == (whole if moved else run(before, lambda *_: None)[1])[2]
+            assert run(cut, verb)[1] == whole, (verb, write)
+            assert run(cut, other)[1] == run(after if moved else before, other)[1], (verb, write)
 
 
 def test_history_stays_within_the_tag(
