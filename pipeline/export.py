@@ -142,7 +142,8 @@ def fetch_command(space: Workspace, out: str, target_fingerprint: str, options: 
     # fingerprint alone.
     beside = (target.adapter, target.gguf_file, target.revision, target.context, target.trust_remote_code or None)
     bare = all(one is None for one in beside) and not is_models_uri(target.model)
-    words = ["draftforge", "fetch", out, "--target", target.model if bare else target_fingerprint]
+    model = space.target_settings.model if bare else target_fingerprint
+    words = ["draftforge", "fetch", out, "--target", model]
     words += ["--tracking-uri", masked(resolve_uri(settings, space.root))]
     words += [] if settings.model == RegistrySettings().model else ["--model", settings.model]
     return shlex.join([*words, *options])

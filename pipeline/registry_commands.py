@@ -102,7 +102,7 @@ def _naming_option() -> Iterator[None]:
 def _settings(target: str) -> TargetSettings | None:
     """Settings of the model that --target names; None where it is hex digits of a fingerprint."""
     is_digits = _PREFIX.fullmatch(target) is not None and not Path(target).exists()
-    return None if is_digits else TargetSettings(model=target)
+    return None if is_digits else TargetSettings(model=target).absolute()
 
 
 def _fingerprint(tracking: Tracking, prefix: str) -> str:

@@ -317,13 +317,13 @@ class Workspace:
 
     @cached_property
     def target_settings(self) -> TargetSettings:
-        """Settings of the recipe's target, with a `models:/` address resolved to a local folder."""
+        """Settings of the recipe's target, with a `models:/` address resolved to a local folder, and absolute paths."""
         settings = self.recipe.target
         if not is_models_uri(settings.model):
-            return settings
+            return settings.absolute()
         # Resolved once: an alias that moves during the run must not change the target under it.
         local = resolve_models_uri(self.tracking, settings.model, self.root / "models")
-        return settings.model_copy(update={"model": str(local)})
+        return settings.model_copy(update={"model": str(local)}).absolute()
 
     @cached_property
     def given_times(self) -> list[CostTable]:

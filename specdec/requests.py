@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -252,3 +253,9 @@ class TargetSettings(BaseModel):
                 f"shard true: device {self.device} is one for all ranks; must be auto, each rank's own GPU"
             )
         return self
+
+    def absolute(self) -> "TargetSettings":
+        """The same with the absolute paths of what lies on this disk, which name it from any folder."""
+        named = {"model": self.model, "adapter": self.adapter}
+        paths = {field: Path(text).expanduser().absolute() for field, text in named.items() if text is not None}
+        return self.model_copy(update={field: str(path) for field, path in paths.items() if path.exists()})

@@ -105,7 +105,9 @@ def test_without_a_champion_what_pays_is_served(
     assert ("--speculative-config" in command) == bool(says)
 
 
-def test_the_printed_command_fetches_the_champion(distilled_once: Distilled, tmp_path: Path) -> None:
+def test_the_printed_command_fetches_the_champion(
+    distilled_once: Distilled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A target of more than a model's files is named by its fingerprint, a registry by all that names it."""
     space = Workspace(load_recipe(distilled_once.recipe))
     command = export.fetch_command(space, str(tmp_path / "my draft"), space.target_fingerprint)
@@ -115,6 +117,11 @@ def test_the_printed_command_fetches_the_champion(distilled_once: Distilled, tmp
     changed = Workspace(load_recipe(distilled_once.recipe, changes), read_only=True)
     expected = f"fetch OUT --target {'ab' * 32} --tracking-uri 'sqlite:////data/my store.db' --model mine --format gguf"
     assert export.fetch_command(changed, "OUT", "ab" * 32, ["--format", "gguf"]) == f"draftforge {expected}"
+    # A target by a path from the folder of now is named from any.
+    monkeypatch.chdir(Path(space.recipe.target.model).parent)
+    near = Workspace(load_recipe(distilled_once.recipe, [f"target.model={Path(space.recipe.target.model).name}"]))
+    assert near.target_settings.model == str(Path.cwd() / near.recipe.target.model)
+    assert shlex.split(export.fetch_command(near, "OUT", ""))[4] == near.target_settings.model
 
 
 def refuse(*args: object, **kwargs: object) -> None:

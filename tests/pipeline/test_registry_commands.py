@@ -182,14 +182,22 @@ TERMS = {
 
 
 def test_the_plan_travels_in_the_terms_of_each_engine(
-    store: Tracking, trained_drafts: Trained, tmp_path: Path, code: Code, capsys: pytest.CaptureFixture[str]
+    store: Tracking,
+    trained_drafts: Trained,
+    tmp_path: Path,
+    code: Code,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A draft that was trained for more than the K that it is promoted at: what is served is what was promoted."""
+    """A draft that was trained for more than the K that it is promoted at: what is served is what was promoted, from
+    any folder."""
     version, target = serve(store, trained_drafts, "eagle3", plan=ServingPlan.chain(2)), trained_drafts.target_folder
+    monkeypatch.chdir(target.parent)
+    target = Path.cwd() / target.name
     for layout, terms in TERMS.items():
         out = tmp_path / layout
         named = ["--target-id", "owner/model"] if layout == "speculators" else []
-        assert code("fetch", out, "--target", target, "--format", layout, *named) == 0
+        assert code("fetch", out, "--target", target.name, "--format", layout, *named) == 0
         said = capsys.readouterr()
         (command,) = said.out.splitlines()
         for part in terms:
