@@ -2,7 +2,7 @@
 
     [2026-11-28 10:00:00] Receive OpenAI: obj={'model': '...', 'messages': [...], ...}
     [2026-11-28 10:00:04] Finish: obj=GenerateReqInput(rid='...', text='...', ...), out={'text': '...', ...}
-    {"timestamp": "2026-11-28T10:00:04.1", "event": "request.finished", "rid": "...", "obj": {...}, "out": {...}}
+    [2026-11-28 10:00:04] {"timestamp": "...", "event": "request.finished", "rid": "...", "obj": {...}, "out": {...}}
 
 A `Finish` line holds the rendered prompt and the answer. SGLang from the middle of 2026 also logs the request as the
 client sent it, without the id that would join both lines. If a log has such lines, conversations are taken from them,
@@ -23,6 +23,7 @@ from .parsing import arguments, fields, is_cut, literal, number, seconds, unread
 _TEXT = re.compile(
     r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] )?(Receive OpenAI|Receive|Finish): (obj=.*)", re.DOTALL
 )
+_STAMP = re.compile(r'\[[^\]]*\] (?=\{"timestamp": ")')  # stands before the JSON form since its lines go to files
 _HEALTH = "HEALTH_CHECK"
 _CUT_AT = 1024  # level 2 keeps so many characters of both ends, with dots between them
 _SETTINGS = ("input_embeds", "lora_path", "session_params", "custom_logit_processor")
@@ -84,6 +85,8 @@ def _is_request(text: str) -> bool:
 def _event(value: str, where: str) -> tuple[str | None, float | None, Any, Any]:
     """Parse a line into its kind (None: another line), time, `obj` and `out`. Raises InputError."""
     # The JSON form.
+    stamp = _STAMP.match(value)
+    value = value[stamp.end() :] if stamp else value
     if value.lstrip().startswith("{"):
         try:
             line = parse_json(value)

@@ -349,8 +349,11 @@ def test_sglang_text_log() -> None:
     assert len(read.times) == 5
 
 
-def test_sglang_json_log_takes_the_request_as_the_client_sent_it() -> None:
-    read = read_log(SAMPLES / "sglang.jsonl", "sglang")
+@pytest.mark.parametrize("stamp", ["", "[2026-11-28 10:00:09] "])
+def test_sglang_json_log_takes_the_request_as_the_client_sent_it(tmp_path: Path, stamp: str) -> None:
+    """SGLang 0.5.23 (`utils/log_utils.py`) writes a stamp before JSON, too."""
+    lines = (SAMPLES / "sglang.jsonl").read_text().splitlines()
+    read = read_log(write_lines(tmp_path / "sglang.jsonl", *(stamp + line for line in lines)), "sglang")
     assert read.talks == [[("system", "Be brief."), ("user", "What time is it?")]]
     (record,) = read.records
     assert record.sampling == SamplingSettings(temperature=0.3) and record.max_new_tokens == 32
