@@ -350,7 +350,9 @@ def decision_summary(scores: Record, promotion: Record | None) -> Decision:
         if promotion is None:
             paragraph += " No gate has judged it on the holdout yet."
         else:
-            kind, title = "refused", f"{promotion['version']} stays the champion: no heir is better"
+            unmet = promotion["decision"]["beats_start"] is None
+            why = "it does not meet today's gate" if unmet else "no heir is better"
+            kind, title = "refused", f"{promotion['version']} stays the champion: {why}"
     else:
         source, split = promotion["holdout"], "holdout"
         compared = _candidate_first(source["rows"])
@@ -360,6 +362,8 @@ def decision_summary(scores: Record, promotion: Record | None) -> Decision:
         if promotion["decision"].get("worth_serving") is False:
             kind = "by-choice" if promoted else "unproven"
             verdict += " by choice: not shown to be worth serving" if promoted else ": not shown to be worth serving"
+        if not promoted and promotion["decision"]["compared"] == promotion["version"]:  # the champion, judged again
+            verdict = "stays the champion: it does not meet today's gate"
         title = f"{promotion['version']} {verdict}"
         paragraph = _worth(row, chosen, "On the holdout, which no draft was trained or picked on,")
         others = [one for one in source["rows"] if one is not row and one["speedup"]["value"] is not None]

@@ -30,11 +30,11 @@ from ..progress import say
 from ..recipe import PromotionSettings, Recipe
 from ..registry import champion_alias
 from ..registry.artifacts import pickles, run_files
-from ..registry.champion_alias import ALREADY, history, last_decision, promote
+from ..registry.champion_alias import ALREADY, UNMET, history, last_decision, promote, record_decision
 from ..registry.connect import Tracking, mlflow_errors
-from ..registry.gate import Decision, decide
+from ..registry.gate import Decision, decide, decide_alone
 from ..registry.lineage import Lineage, Version, ancestors, git_commit
-from ..registry.versions import champion, register_version, resolve_models_uri
+from ..registry.versions import PREVIOUS, by_alias, champion, register_version, resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.tree_settings import MergedTree
 from ..specdec.serving_plan import stored_plan, write_plan
@@ -128,10 +128,15 @@ def promote_stage(stages: Stages, run_id: str, scored: Scored) -> tuple[Version,
     record = scored.stage.folder / PROMOTION_FILE
     # 2) The champion has nothing to prove; chosen after a retraining, it is the start that no heir comes up to.
     if current is not None and current.reference == version.reference:
-        decision = _no_heir(scored, version) if scored.chosen.start else Decision(promote=True, reasons=[ALREADY])
+        known = storage.read_object(record) if record.is_file() else {}
+        shown = known["holdout"] if known.get("version") == version.reference else {"rows": []}
+        if scored.chosen.start:
+            decision, shown = _no_heir(scored, version), {"rows": []}
+        else:
+            decision, shown = _judge_champion(space, scorer, scored, version, shown)
         _say_decision(version, decision)
-        if not decision.promote:
-            _write_record(space, record, version, decision, {"rows": []})
+        if not (decision.promote and known.get("decision", {}).get("promote")):  # the reasons that it came by are kept
+            _write_record(space, record, version, decision, shown)
         return version, decision
     # 3) Measure all from the registry's copies, decide, and carry the decision out.
     measured = measure_holdout(space, scorer, scored, version, current)
@@ -175,6 +180,35 @@ def _promote_start(
     decision = promote(space.tracking, decision.model_copy(update={"reasons": reasons}), version)
     _say_decision(version, decision)
     return version, decision, show_holdout(scorer, measured)
+
+
+def _judge_champion(
+    space: Workspace, scorer: Scorer, scored: Scored, version: Version, shown: dict[str, Any]
+) -> tuple[Decision, dict[str, Any]]:
+    """Judge the champion, which was chosen once more, by the gate as it is set today; nothing moves.
+
+    By the figures of its last decision; where there are none, or they hold at another load, or the report has no tables
+    of them (`shown`), by new ones of the holdout. Returns its tables too. A new verdict is recorded beside the version.
+    """
+    # 1) Its figures.
+    last, times = last_decision(space.tracking, version), scored.times[scored.chosen.draft, scored.chosen.step]
+    known = None if last is None or version.lineage.measured != times.description else last.numbers.evidence
+    found = known
+    if found is None or not shown["rows"]:
+        measured = measure_holdout(space, scorer, scored, version, None)
+        shown, found = show_holdout(scorer, measured), evidence(space, scorer, measured, version, None, None)
+    # 2) The verdict, and where it is against it what to do.
+    decision = decide_alone(found, space.recipe.gate)
+    reasons = [ALREADY, *filter(None, [decision.by_choice])]
+    if not decision.promote:
+        older = by_alias(space.tracking, space.target_fingerprint, PREVIOUS)
+        back = "" if older is None else f"; `draftforge rollback` makes {older.reference} champion again"
+        reasons = [f"{ALREADY} and {UNMET}", *decision.reasons]
+        reasons.append(f"`draftforge retrain` trains a draft from it, which must meet the gate{back}")
+    decision = decision.model_copy(update={"reasons": reasons, "compared": version.reference})
+    if known is None or last is None or last.promote != decision.promote:
+        record_decision(space.tracking, decision, version)
+    return decision, shown
 
 
 def _no_heir(scored: Scored, champion: Version) -> Decision:
@@ -241,11 +275,12 @@ def _register(stages: Stages, run_id: str, scored: Scored, scorer: Scorer, row: 
 
 def _say_decision(version: Version, decision: Decision) -> None:
     # One line, or one for each reason, as reasons are sentences.
-    verdict = f"{version.reference}: {'promoted to champion' if decision.promote else 'not promoted'}"
-    if len(decision.reasons) == 1:
-        say(f"{verdict}: {decision.reasons[0]}")
-        return
-    for line in (verdict, *(f"  {reason}" for reason in decision.reasons)):
+    verdict, reasons = "promoted to champion" if decision.promote else "not promoted", decision.reasons
+    if reasons[0].startswith(ALREADY):
+        verdict, *reasons = reasons
+    elif len(reasons) == 1:
+        verdict, reasons = f"{verdict}: {reasons[0]}", []
+    for line in (f"{version.reference}: {verdict}", *(f"  {reason}" for reason in reasons)):
         say(line)
 
 

@@ -35,7 +35,7 @@ from ..specdec.sampling_settings import SamplingSettings
 Floats = NDArray[np.float64]
 STALENESS_FILE = "staleness.json"
 """Record of the last check, in the work folder, for monitoring."""
-Kind = Literal["first", "target", "files", "acceptance", "drift"]
+Kind = Literal["first", "target", "files", "gate", "acceptance", "drift"]
 Verdict = Literal["stale", "held", "unknown"]
 _SIMULATIONS = 2000
 _HUB_SECONDS = 10.0

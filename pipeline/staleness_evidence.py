@@ -1,4 +1,4 @@
-"""Evidence of staleness: target, recent traffic and mix are examined, each only where something changed.
+"""Evidence of staleness: target, gate, recent traffic and mix are examined, each only where something changed.
 
 - Nothing changed: no answers are generated.
 - The logs changed: the mix is made anew, and a sample of its new conversations (the probe) is answered.
@@ -28,6 +28,8 @@ from ..eval.leaderboard import serving
 from ..eval.score import Identity
 from ..eval.settings import HOLDOUT_SPLIT
 from ..progress import say
+from ..registry.champion_alias import UNMET, last_decision
+from ..registry.gate import decide_alone
 from ..registry.lineage import Lineage, Version, ancestors, cluster_digest, inherited_clusters
 from ..registry.versions import champion, latest_champion, missing_file, resolve_models_uri
 from ..specdec.formats import read_meta
@@ -117,11 +119,11 @@ def judge(space: Workspace) -> Staleness:
 
     The caller holds the work folder's lock: mixes and answers may be made.
     """
-    # 1) A champion of this very target: has its traffic changed?
+    # 1) A champion of this very target: does it meet the gate, and has its traffic changed?
     now = champion(space.tracking, space.target_fingerprint)
     missing = None if now is None else missing_file(space.tracking, now)
     if now is not None and missing is None:
-        return Staleness(now, tuple(_traffic(space, now)))
+        return Staleness(now, (*_gate(space, now), *_traffic(space, now)))
     # 2) None that can serve: a draft is due. What is the newest champion of any target worth here?
     causes = []
     if now is not None:
@@ -137,6 +139,18 @@ def judge(space: Workspace) -> Staleness:
         text = f"target changed: {old.reference} drafts for another one ({then}, now {here}): {why}"
         causes.append(Cause("target", "stale", text, {"then": then, "now": here}))
     return Staleness(old, (*causes, *_new_target(space, old)))
+
+
+def _gate(space: Workspace, now: Version) -> list[Cause]:
+    """Examine whether the champion meets today's gate, by the figures of its last decision; nothing where it does."""
+    last = last_decision(space.tracking, now)
+    found = None if last is None else last.numbers.evidence
+    decision = None if found is None else decide_alone(found, space.recipe.gate)
+    if found is None or decision is None or decision.promote:
+        return []
+    speedup, least = found.candidate.speedup, space.recipe.gate.min_speedup
+    numbers = {"speedup": speedup.value, "low": speedup.low, "clusters": found.clusters, "min_speedup": least}
+    return [Cause("gate", "stale", f"{now.reference} {UNMET}: {'; '.join(decision.reasons)}", numbers)]
 
 
 def what_changed(then: Lineage, now: Mapping[str, str], context: int | None) -> str:

@@ -32,6 +32,7 @@ TAU_TAG, SPEEDUP_TAG = "draftforge.tau", "draftforge.speedup"
 HISTORY_TAG, MOVE_TAG = "draftforge.history", "draftforge.move"
 ROLLED_BACK_TAG, UNDONE_TAG = "draftforge.rolled_back", "draftforge.rollback_undone"
 ALREADY = "is the champion already"
+UNMET = "does not meet today's gate"
 _DECISIONS = "decisions"
 """Artifact folder of a run that holds its gate decisions."""
 _MAX_TAG = 5000  # characters that every database of MLflow holds
@@ -64,7 +65,7 @@ def promote(tracking: Tracking, decision: Decision, version: Version) -> Decisio
                 f"the champion is now {champion or 'unset'}; compare with that one again"
             )
         # 3) Record, and move. A rollback returns to what was champion, unless its files are gone.
-        _record(tracking, decision, version)
+        record_decision(tracking, decision, version)
         if decision.promote:
             previous = known.get(PREVIOUS) if current is None or decision.champion_lost else current
             move_champion(tracking, name, current, version.number, "promote", decision.reasons[-1], previous)
@@ -314,7 +315,7 @@ def _rolled_back(tracking: Tracking, version: Version) -> tuple[int, str] | None
     return None
 
 
-def _record(tracking: Tracking, decision: Decision, version: Version) -> None:
+def record_decision(tracking: Tracking, decision: Decision, version: Version) -> None:
     """Store the full decision as an artifact of the version's run, and its main figures as tags of the version."""
     now = datetime.now(UTC)
     path = f"{_DECISIONS}/{version.name}-v{version.number}-{now:%Y%m%dT%H%M%S.%f}.json"
@@ -329,9 +330,9 @@ def _record(tracking: Tracking, decision: Decision, version: Version) -> None:
         figures = decision.numbers.evidence.candidate
         tags |= {TAU_TAG: f"{figures.tau:.4f}", SPEEDUP_TAG: f"{figures.speedup.value:.4f}"}
     # The artifact goes first: a tag never names a record that does not exist.
-    record = StoredDecision(version=version.reference, at=now, **vars(decision))
+    stored = StoredDecision(version=version.reference, at=now, **vars(decision))
     with mlflow_errors(tracking.uri):
-        tracking.client.log_text(version.run_id, record.dump(), path)
+        tracking.client.log_text(version.run_id, stored.dump(), path)
         for key, value in tags.items():
             tracking.client.set_model_version_tag(version.name, str(version.number), key, value)
 

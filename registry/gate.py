@@ -272,6 +272,12 @@ def decide(evidence: Evidence, settings: GateSettings) -> Decision:
     return decision.model_copy(update={"reasons": [*filter(None, [decision.by_choice]), *decision.reasons]})
 
 
+def decide_alone(evidence: Evidence, settings: GateSettings) -> Decision:
+    """Decide about a champion by itself: whether it meets these settings, whatever it was compared with."""
+    compared = ("start", "compared", "champion_lost", "champion", "difference", "domains")
+    return decide(Evidence.model_validate(evidence.model_dump(exclude={*compared})), settings)
+
+
 def _numbers(evidence: Evidence, champion: Figures, difference: Interval, settings: GateSettings) -> Numbers:
     """Relative gains over the champion, overall and by domain, and how many clusters are missing."""
     # Overall: clusters missing for gate.min_clusters, or for an interval narrow enough, whichever is more.

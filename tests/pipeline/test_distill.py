@@ -74,7 +74,7 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     monkeypatch.setattr("draftforge.pipeline.draft_scorer.score_draft", refuse)
     again = distill(Workspace(load_recipe(recipe)))
     assert again is not None and again.version.reference == outcome.version.reference
-    assert again.decision.reasons == ["is the champion already"]
+    assert again.decision.promote and again.decision.reasons[0] == "is the champion already"
     assert retrain_champion(Workspace(load_recipe(recipe))).outcome is None
     assert not [path for path in (space.root, *space.root.rglob("*")) if path.stat().st_mode & 0o077]
 

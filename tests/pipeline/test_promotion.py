@@ -257,3 +257,25 @@ def test_a_draft_that_is_not_worth_serving_stays_a_candidate(
     assert 'class="decision by-choice"' in page.read_text()
     (entry,) = json.loads(run("registry", str(path), "--json")[1])["targets"]
     assert entry["versions"][0]["by_choice"] == choice
+
+    # The setting is raised again: the champion, which no retraining has replaced, does not meet it.
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_scorer.Scorer, "counts", None)  # its figures are known
+        code, said = run("promote", str(path))
+    unmet = "is the champion already and does not meet today's gate"
+    assert code == REFUSED and f"{model}/1: {unmet}\n  not shown to beat plain decoding: expected speed-up 0." in said
+    assert "`draftforge retrain` trains a draft from it, which must meet the gate\n" in said
+    assert aliases(space.tracking, model) == {CHAMPION: 1} and len(lines(log)) == 1
+    assert f"{model}/1 stays the champion: it does not meet today&#39;s gate" in page.read_text()
+    (entry,) = json.loads(run("registry", str(path), "--json")[1])["targets"]
+    assert entry["versions"][0]["decision"] == "refuse" and len(entry["versions"]) == 1
+    said = run("retrain", str(path), "--dry-run")[1]
+    assert f"{model}/1 does not meet today's gate: not shown to beat plain" in said and f"warm, from {model}/1" in said
+    code, said = run("promote", str(path), "gate.min_speedup=0")
+    assert code == 0 and f"{model}/1: is the champion already\n  {choice}" in said
+    assert 'class="decision by-choice"' in page.read_text()
+
+    # A run that was killed after the promotion and before its record: it is measured again.
+    (page.parent / promotion.PROMOTION_FILE).unlink()
+    assert run("promote", str(path), "gate.min_speedup=0")[0] == 0
+    assert [row["draft"] for row in read_object(page.parent / promotion.PROMOTION_FILE)["holdout"]["rows"]]
