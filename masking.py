@@ -8,6 +8,7 @@ values of secret variables of this process's environment: each value becomes `**
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 MASK = "***"
@@ -45,13 +46,10 @@ _PATTERNS = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead 
 def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Text with every secret in it as `***`: by its name, by its form, or as the value of a secret variable."""
     # Values of the environment first, the longest first: one may hold another.
-    secrets = {
-        value
-        for name, value in environment.items()
-        if name != _WORKING_FOLDER and _is_secret(name) and len(value) >= _SHORTEST_VARIABLE
-    }
+    secrets = {environment[name] for name in environment if name != _WORKING_FOLDER and _is_secret(name)}
     for value in sorted(secrets, key=len, reverse=True):
-        text = text.replace(value, MASK)
+        if len(value) >= _SHORTEST_VARIABLE:
+            text = text.replace(value, MASK)
     for pattern, instead in _PATTERNS:
         text = pattern.sub(instead, text)
     return text
@@ -73,6 +71,8 @@ def masked_value(value: Any) -> Any:
     return masked(value) if isinstance(value, str) else value
 
 
+@lru_cache(maxsize=4096)
 def _is_secret(name: object) -> bool:
-    """Whether a name of a setting, a flag or a variable says that its value is secret."""
+    """Whether a name of a setting, a flag or a variable says that its value is secret; remembered, as every line that
+    is shown asks for all variables."""
     return _SECRET_NAME.fullmatch(str(name)) is not None

@@ -12,8 +12,10 @@ import re
 import unicodedata
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
+from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any
 
 from .redaction_rules import KEY_LIKE, KEY_NAME, NO_SECRET, PASSWORD_NAME, Rule, Span, rules
@@ -24,7 +26,7 @@ _SUSPECT = re.compile(r"[0-9@_=-]|\.\w|://|(?<!\w)\w{20}|:\s*[\"']")
 """Found in every text in which any rule finds something: plain words and full stops need no rule."""
 _MOST_REMEMBERED = 1 << 22  # characters
 _LONGEST_NAME = 64
-_SHORTEST = 3  # such as ::1
+_SHORTEST, _SHORTEST_NUMBER = 3, 7  # such as ::1; numbers of phones
 _ESCAPE = re.compile(
     r"""(?<!\\)\\++(?:u(?P<u>[0-9a-fA-F]{4})|x(?P<x>[0-9a-fA-F]{2})|(?P<one>[nrtbf"'/]))
     | %(?P<percent>[2-7][0-9A-Fa-f]) | &\#(?P<number>\d{2,3});
@@ -35,6 +37,7 @@ _ESCAPE = re.compile(
 _ONE = {"n": "\n", "r": "\r", "t": "\t", "b": " ", "f": " "}
 _JSON = re.compile(r'("(?:[^"\\]++|\\.)*+")(\s*+:)?|(-?\d[\d.eE+-]*+)', re.DOTALL)
 _APART = "\n\0\n"
+_BEGINS = frozenset('{[" \t\r\n')
 _PAIR_NAMES = frozenset(("name", "key", "field", "label"))
 """Fields that name what stands in the field `value` beside them."""
 
@@ -124,86 +127,124 @@ class Redactor:
             self._remembered[text] = self._json(text) if _is_json(text) else self._plain(text)
         return self._remembered[text]
 
-    def _json(self, text: str) -> tuple[str, Sequence[Kind]]:
-        """Redact the values and names of a JSON text, each where it stands."""
-        # 1) Each value that is JSON again, or secret by its name; a name counts for the values up to the next one.
-        tokens, changed, plain, found = list(_JSON.finditer(text)), dict[int, str](), dict[int, str](), list[Kind]()
-        name = pair = ""
-        for i, token in enumerate(tokens):
-            value = _decoded(token)
-            if token[2]:
-                name, pair = (pair, "") if value == "value" and pair else (value, pair)
-            elif name in _PAIR_NAMES and token[1] and _naming(value[-_LONGEST_NAME:]):
-                pair = value
-            if self._by_name and not token[2] and _is_secret(value, name):
-                changed[i] = "<key>"
-                found.append("key")
-            elif _is_json(value):
-                changed[i], kinds = self._redacted(value)
-                found += kinds
-            elif len(value) >= _SHORTEST and "\0" not in value:
-                plain[i] = value
-            else:
-                changed[i], kinds = self._plain(value)
-                found += kinds
-
-        # 2) All others at once, apart by what no rule passes over.
-        redacted, kinds = self._plain(_APART.join(plain.values()))
-        found += kinds
-        changed |= dict(zip(plain, redacted.split(_APART))) if kinds else {}
-
-        # 3) What is changed, written as it was.
-        pieces, done = list[str](), 0
-        for i, token in enumerate(tokens):
-            if i in changed and changed[i] != _decoded(token):
-                escaped = not token[1] or token[1].isascii()
-                pieces += (text[done : token.start()], json.dumps(changed[i], ensure_ascii=escaped), token[2] or "")
-                done = token.end()
-        return "".join((*pieces, text[done:])), found
-
     def _plain(self, text: str) -> tuple[str, Sequence[Kind]]:
         """Redact a text that is no JSON."""
+        spans = self._spans(text)
+        return _replaced(text, spans), [kind for *_, kind in spans]
+
+    def _json(self, text: str) -> tuple[str, Sequence[Kind]]:
+        """Redact the values and names of a JSON text, each where it stands."""
+        # 1) What is secret by its name, and all other values at once, apart by what no rule passes over.
+        leaves = list[str]()
+        tree = self._tree(text, leaves)
+        spans = self._spans(_APART.join(leaves))
+        starts = list(accumulate((len(leaf) + len(_APART) for leaf in leaves), initial=0))
+        # 2) Each span in the value that it lies in.
+        inside: dict[int, list[_Found]] = {}
+        for start, end, kind in spans:
+            leaf = bisect_right(starts, start) - 1
+            inside.setdefault(leaf, []).append((start - starts[leaf], end - starts[leaf], kind))
+        changed = {leaf: _replaced(leaves[leaf], found) for leaf, found in inside.items()}
+        # 3) What is changed, written as it was.
+        written, secrets = _written(text, tree, changed)
+        by_name: list[Kind] = ["key"] * secrets
+        return written, by_name + [kind for *_, kind in spans]
+
+    def _tree(self, text: str, leaves: list[str]) -> "_Tree":
+        """Tokens of a JSON text that may be redacted, JSON inside of texts too; values to look at go to `leaves`."""
+        tree: _Tree = {}
+        name, pair, naming = "", "", None
+        for i, (quoted, colon, number) in enumerate(_JSON.findall(text)):
+            # 1) Most tokens are too short for anything.
+            if naming is None and not colon and (len(quoted) < _SHORTEST + 2 and len(number) < _SHORTEST_NUMBER):
+                continue
+            value = number or (json.loads(quoted) if "\\" in quoted else quoted[1:-1])
+            # 2) A name counts for the values up to the next one.
+            if colon:
+                name, pair = (pair, "") if value == "value" and pair else (value, pair)
+                naming = _naming(name[-_LONGEST_NAME:]) if self._by_name else None
+            elif name in _PAIR_NAMES and quoted and _naming(value[-_LONGEST_NAME:]):
+                pair = value
+            # 3) A value is secret by its name, JSON again, or a text for the rules.
+            if naming is not None and not colon and _is_secret(value, naming):
+                tree[i] = None
+            elif quoted and value[:1] in _BEGINS and _is_json(value):
+                tree[i] = value, self._tree(value, leaves)
+            elif len(value) >= _SHORTEST:
+                tree[i] = len(leaves)
+                leaves.append(value)
+        return tree
+
+    def _spans(self, text: str) -> list["_Found"]:
+        """Find what the rules find in a text that is no JSON, in its order."""
         # 1) The text as rules read it. Cheap searches spare many texts all patterns, and most texts most of them.
         simple = text.isascii() and not any(mark in text for mark in "\\%&")
         folded = None if simple else _Folded(text)
         read = folded.text if folded else text
         if _SUSPECT.search(read) is None:
-            return text, ()
-        small = read.lower()
+            return []
+        small = read.replace("\u0130", "i").lower()  # of no other character is the small one longer
         chosen = self._rules if any(map(small.__contains__, _DIGITS)) else self._without_digit
-
         # 2) What each rule finds is masked, so that places stay and no later rule sees it.
-        spans = list[tuple[int, int, Kind]]()
+        spans = list[_Found]()
         for rule in chosen:
             if not rule.needs or any(map(small.__contains__, rule.needs)):
-                new = _found(rule, read)
-                read = _masked(read, new)
+                new = _found(rule, small if rule.small else read)
+                read, small = _masked(read, new), _masked(small, new)
                 spans += ((start, end, rule.kind) for start, end in new)
-        if not spans:
-            return text, ()
-
-        # 3) Placeholders where they stand in the text.
-        pieces, done = list[str](), 0
-        for start, end, kind in sorted(spans):
-            first, last = (folded.place(start), folded.end(end)) if folded else (start, end)
-            pieces += (text[done:first], f"<{kind}>")
-            done = last
-        return "".join((*pieces, text[done:])), [kind for *_, kind in spans]
+        # 3) Places in the text as it is.
+        if folded:
+            spans = [(folded.place(start), folded.end(end), kind) for start, end, kind in spans]
+        return sorted(spans)
 
 
-def _decoded(token: re.Match[str]) -> str:
-    """Value of a text in JSON; a number as it is written."""
-    if not token[1]:
-        return token[0]
-    return json.loads(token[1]) if "\\" in token[1] else token[1][1:-1]
+_Found = tuple[int, int, Kind]
+"""Begin, end and kind of what is redacted."""
+_Tree = dict[int, "int | tuple[str, _Tree] | None"]
+"""By the number of a JSON text's token: its value's number, JSON inside of it, or None for a secret by its name."""
 
 
-def _is_secret(text: str, name: str) -> bool:
+def _replaced(text: str, spans: Sequence[_Found]) -> str:
+    """The text with placeholders where they stand."""
+    pieces, done = list[str](), 0
+    for start, end, kind in spans:
+        pieces += (text[done:start], f"<{kind}>")
+        done = end
+    return "".join((*pieces, text[done:])) if spans else text
+
+
+def _written(text: str, tree: _Tree, changed: Mapping[int, str]) -> tuple[str, int]:
+    """The JSON text with changed values, and how many of them are secret by their name."""
+    # 1) New values by token.
+    new, secrets = dict[int, str](), 0
+    for i, place in tree.items():
+        if place is None:
+            new[i] = "<key>"
+            secrets += 1
+        elif isinstance(place, tuple):
+            inner, found = _written(*place, changed)
+            secrets += found
+            if inner is not place[0]:
+                new[i] = inner
+        elif place in changed:
+            new[i] = changed[place]
+    if not new:
+        return text, 0
+    # 2) Each where it stands.
+    pieces, done = list[str](), 0
+    for i, token in enumerate(_JSON.finditer(text)):
+        if i in new:
+            quote = encode_basestring_ascii if not token[1] or token[1].isascii() else encode_basestring
+            pieces += (text[done : token.start()], quote(new[i]), token[2] or "")
+            done = token.end()
+    return "".join((*pieces, text[done:])), secrets
+
+
+def _is_secret(value: str, naming: re.Pattern[str]) -> bool:
     """Whether a value is secret by the name of its field."""
-    naming = _naming(name[-_LONGEST_NAME:])
     if naming is PASSWORD_NAME:
-        return re.fullmatch(NO_SECRET, text, re.IGNORECASE) is None
-    return naming is KEY_NAME and KEY_LIKE.fullmatch(text) is not None
+        return re.fullmatch(NO_SECRET, value, re.IGNORECASE) is None
+    return KEY_LIKE.fullmatch(value) is not None
 
 
 @lru_cache(maxsize=4096)
@@ -226,11 +267,14 @@ def _is_json(text: str) -> bool:
 def _found(rule: Rule, text: str) -> list[Span]:
     """Places of what a rule finds and accepts."""
     # A named group is what is verified; context around it, such as `password:`, stays.
-    places = (match.span(match.lastgroup or 0) for match in rule.pattern.finditer(text))
+    places = [match.span(match.lastgroup or 0) for match in rule.pattern.finditer(text)]
     if rule.accepted is None:
-        return list(places)
-    parts = ((start, rule.accepted(text[start:end], text, start)) for start, end in places)
-    return [(start + part[0], start + part[1]) for start, part in parts if part]
+        return places
+    found = list[Span]()
+    for start, end in places:
+        if part := rule.accepted(text[start:end], text, start):
+            found.append((start + part[0], start + part[1]))
+    return found
 
 
 def _masked(text: str, spans: Sequence[Span]) -> str:

@@ -1,13 +1,16 @@
 """Redaction rules: a pattern for each kind of personal data and secret, and how what it finds is verified.
 
 Each pattern takes time linear in the text: every repetition is bounded, or cannot be entered again at a place inside of
-what it has passed (possessive quantifiers, and lookbehinds at the start). Verification takes microseconds.
+what it has passed (possessive quantifiers, and lookbehinds at the start). It begins with the class of its first
+character, by which `re` passes over places quickly, and what must stand before follows in a lookbehind over that
+character. Verification takes microseconds.
 """
 
 import re
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import phonenumbers
@@ -38,25 +41,43 @@ class Rule(NamedTuple):
     """Pre-filter: every text with a match holds one of these in its lower-case form. Empty: no filter."""
     digit: bool = False
     """Pre-filter: every text with a match holds a digit."""
+    small: bool = False
+    """Whether the pattern reads the text in lower case."""
 
 
 def _pattern(text: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
     return re.compile(text, re.VERBOSE | flags)
 
 
+def _any_of(*words: str, before: str = "") -> str:
+    """Pattern of alternatives that each begin with a character of their own, led by the class of these.
+
+    `before`: lookbehind that must hold in front of them.
+    """
+    by_first: dict[str, list[str]] = {}
+    for word in words:
+        by_first.setdefault(word[0], []).append(word[1:])
+    inside = (f"(?<={re.escape(first)})(?:{'|'.join(rests)})" for first, rests in by_first.items())
+    behind = before and f"(?<={before}.)"
+    return f"[{''.join(map(re.escape, by_first))}]{behind}(?:{'|'.join(inside)})"
+
+
 # Keys: blocks of private keys and PGP, tokens of known form, and values that a name such as `password` announces.
 _KEY_BLOCK = _pattern(
     r"""(?P<value>-{4,5}\ ?BEGIN\ (?:[A-Z0-9 ]{0,40}PRIVATE\ KEY(?:\ BLOCK)?
       | PGP\ (?:PUBLIC\ KEY\ BLOCK|MESSAGE|SIGNATURE))\ ?-{4,5}
-      [^\0]*?(?:-{4,5}\ ?END\ [A-Z0-9 ]{1,60}-{4,5}|(?=\n\0)|\Z))"""
+      [^\0]*?(?:-{4,5}\ ?END\ [A-Z0-9 ]{1,60}-{4,5}|(?=\n?\0)|\Z))"""
 )
 _KEY_KNOWN = _pattern(
-    r"""(?<![\w-])(?P<value>
-      (?:sk|pk|rk)[-_](?=[\w-]*\d)[\w-]{16,}     # model and payment services
-    | gh[pousr]_\w{20,} | github_pat_\w{20,} | glpat-[\w-]{16,} | hf_\w{16,} | npm_\w{20,} | pypi-[\w-]{16,}
-    | xox[abeoprs]-[\w-]{10,} | (?:AKIA|ASIA)[0-9A-Z]{16} | AIza[\w-]{30,} | ya29\.[\w-]{20,}
-    | eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*           # signed web tokens
-    )(?![\w-])"""
+    "(?P<value>"
+    + _any_of(
+        *(rf"{first}k[-_](?=[\w-]*\d)[\w-]{{16,}}" for first in "spr"),  # model and payment services
+        *(r"gh[pousr]_\w{20,}", r"github_pat_\w{20,}", r"glpat-[\w-]{16,}", r"hf_\w{16,}", r"npm_\w{20,}"),
+        *(r"pypi-[\w-]{16,}", r"xox[abeoprs]-[\w-]{10,}", r"A(?:KIA|SIA)[0-9A-Z]{16}", r"AIza[\w-]{30,}"),
+        *(r"ya29\.[\w-]{20,}", r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # the last: signed web tokens
+        before=r"(?<![\w-])",
+    )
+    + r")(?![\w-])"
 )
 _KNOWN_STARTS = (
     *("sk-", "sk_", "pk-", "pk_", "rk-", "rk_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-"),
@@ -73,19 +94,30 @@ def _mixed(found: str, text: str, start: int) -> Span | None:
     return None if 2 * sum(map(len, _WORDS.findall(found))) > len(found) else (0, len(found))
 
 
-_KEYS = r"(?:api|account|access|private|encryption|secret|signing|auth|client|master|storage)[ _-]?key"
-_PASSWORDS = "passw(?:or)?d|passphrase|passcode|passwort|pwd|contraseña|senha|密码|パスワード|비밀번호"
+_KEY_WORDS = (
+    *("api", "account", "access", "private", "encryption", "secret", "signing", "auth", "client", "master", "storage"),
+)
+_KEYS = rf"(?:{'|'.join(_KEY_WORDS)})[ _-]?key"
+_PASSWORD_WORDS = (
+    *("passw(?:or)?d", "passphrase", "passcode", "passwort", "pwd", "contraseña", "senha", "密码", "パスワード"),
+    "비밀번호",
+)
+_PASSWORDS = "|".join(_PASSWORD_WORDS)
 _NEEDED_NAMES = (
     *("bearer", "authorization", "key", "secret", "token"),
     *("passw", "passphrase", "passcode", "pwd", "contraseña", "senha", "密码", "パスワード", "비밀번호"),
 )
 _ONLY_NUMBERS = r"[\d.,_:/-]++[kKmM]?+(?![\w+/=~!@\#$%^&*])"
+_SET = r"""["']?\s*(?:[:=]|\bis\b)\s*["']?"""
 _KEY_NAMED = _pattern(
-    rf"""(?: \bbearer\s+ | \bauthorization["']?:\s*["']?(?:basic|token|digest|apikey)\s+
-    | (?:{_KEYS}|secret|token(?!["']?\s*+(?:[:=]|\bis\b)\s*+["']?+{_ONLY_NUMBERS})|{_PASSWORDS})["']?
-      \s*(?:[:=]|\bis\b)\s*["']? )
-    (?P<value>(?=[^\s"'<>()]{{0,64}}\d)[\w+/=.~!@\#$%^&*-]{{6,}})""",
-    re.IGNORECASE,
+    _any_of(
+        r"b(?<!\w.)earer\s+",
+        r"""a(?<!\w.)uthorization["']?:\s*["']?(?:basic|token|digest|apikey)\s+""",
+        *(rf"{word}[ _-]?key{_SET}" for word in _KEY_WORDS),
+        rf"""token(?!["']?\s*+(?:[:=]|\bis\b)\s*+["']?+{_ONLY_NUMBERS}){_SET}""",
+        *(rf"{word}{_SET}" for word in ("secret", *_PASSWORD_WORDS)),
+    )
+    + r"""(?P<value>(?=[^\s"'<>()]{0,64}\d)[\w+/=.~!@\#$%^&*-]{6,})"""
 )
 NO_SECRET = (
     r"\W{0,64}|string|str|text|password|null|none|true|false|yes|no|required|optional|redacted|<\w{1,32}>"
@@ -93,20 +125,22 @@ NO_SECRET = (
 )
 """Words that stand where a password would, flags and variables."""
 _PASSWORD_QUOTED = _pattern(
-    rf"""(?:{_PASSWORDS})["']?\s*[:=]\s*(?P<quote>["'])(?!(?:{NO_SECRET})["'])(?P<value>[^"'<>\r\n]{{4,128}})(?P=quote)""",
-    re.IGNORECASE,
+    rf"""(?:{_any_of(*_PASSWORD_WORDS)})["']?\s*[:=]\s*(?P<quote>["'])(?!(?:{NO_SECRET})["'])
+      (?P<value>[^"'<>\r\n]{{4,128}})(?P=quote)"""
 )
 _COOKIE = _pattern(
-    r"""\bcookie2?["']?\s*[:=]\s*["']?(?P<value>[\w!\#$%&*+.^`|~-]{1,64}=[^\s"'<>][^\r\n"'<>]*)
-    | (?<!\w)--?(?:cookie|b)[ =]["']?(?P<sent>[\w.-]{1,64}=[^\s"'<>][^\r\n"'<>]*)""",
-    re.IGNORECASE,
+    _any_of(
+        r"""cookie2?["']?\s*[:=]\s*["']?(?P<value>[\w!\#$%&*+.^`|~-]{1,64}=[^\s"'<>][^\r\n"'<>]*)""",
+        r"""--?(?:cookie|b)[ =]["']?(?P<sent>[\w.-]{1,64}=[^\s"'<>][^\r\n"'<>]*)""",
+        before=r"(?<!\w)",
+    )
 )
 _SIGNED = _pattern(
-    r"""(?<![a-z])(?:x-(?:amz|goog)-(?:signature|credential|security-token)|signature
-    | (?<=[?&;])(?:sig|sign|token|auth|jwt|hmac|password|passwd|pwd|api_?key|googleaccessid|awsaccesskeyid|key-pair-id
-      | (?:access|id|refresh|sas)_token|client_secret|(?:code|key|policy)(?==[^&\s]{16})))
-    =(?P<value>[^\s&\#"'<>,;]{6,})""",
-    re.IGNORECASE,
+    r"""[xs?&;](?:
+      (?<=(?<![a-z])x)-(?:amz|goog)-(?:signature|credential|security-token) | (?<=(?<![a-z])s)ignature
+    | (?<=[?&;])(?:sig|sign|token|auth|jwt|hmac|password|passwd|pwd|api_?key|googleaccessid|awsaccesskeyid
+      |key-pair-id|(?:access|id|refresh|sas)_token|client_secret|(?:code|key|policy)(?==[^&\s]{16})))
+    =(?P<value>[^\s&\#"'<>,;]{6,})"""
 )
 _SERVICES = (
     (DiscordBotTokenDetector, "."),
@@ -127,40 +161,53 @@ KEY_LIKE = re.compile(r"(?=.{0,64}\d)(?=.{0,64}[A-Za-z])\S{6,}")
 # User and password of a URL, then addresses and account numbers.
 _URL_LOGIN = _pattern(r"://(?P<value>[^\s/@<>:]{1,100}:[^\s/@<>]{1,200})@")
 _EMAIL = _pattern(
-    r"(?<![\w.+-])(?<!\w')(?P<value>(?:[\w.+-]|(?<=\w)'(?=\w))++@"
+    r"(?P<value>[\w.+-](?<![\w.+-].)(?<!\w'.)(?:[\w.+-]|(?<=\w)'(?=\w))*+@"
     r"(?!v?\d++(?:\.\d++)++(?!\.?[A-Za-z]))[\w-]++(?:\.[\w-]++)++)"  # no version, as in `lodash@4.17.21`
 )
 # Cards begin as issuers' numbers do, so not with a year. Dots part them only in the groups that are printed on them.
 _CARD = _pattern(
-    r"""(?<![\w.-])(?P<value>(?=2(?:2[2-9]|[3-6]|7[012])|3[04-9]|[4-6])
-      (?: \d{4}(?:[ -]{0,2}\d){9,15} | \d{4}(?:\ ?\.\ ?\d{4}){3} | \d{4}\ ?\.\ ?\d{6}\ ?\.\ ?\d{5} ))(?![\w-])"""
+    r"""(?P<value>[2-6](?<=(?<![\w.-])(?=2(?:2[2-9]|[3-6]|7[012])|3[04-9]|[4-6]).)\d{3}
+      (?: (?:[ -]{0,2}\d){9,15} | (?:\ ?\.\ ?\d{4}){3} | \ ?\.\ ?\d{6}\ ?\.\ ?\d{5} ))(?![\w-])"""
 )
 _CARD_DIGITS = range(13, 20)
 _NUMBER = re.compile(r"\d+")
-_DOUBLED = bytes.maketrans(b"0123456789", bytes((48, 50, 52, 54, 56, 49, 51, 53, 55, 57)))
+_PLAIN, _DOUBLED = bytes(range(10)), bytes((0, 2, 4, 6, 8, 1, 3, 5, 7, 9))
+_FROM_DIGITS = [bytes.maketrans(b"0123456789", values) for values in (_PLAIN, _DOUBLED)]
 
 
 def luhn(digits: str) -> bool:
     """Whether the check digit of a number is right (ISO/IEC 7812-1)."""
-    raw = digits.encode()
-    return (sum(raw[-1::-2]) + sum(raw[-2::-2].translate(_DOUBLED)) - 48 * len(raw)) % 10 == 0
+    return _luhn_sums(digits)(0, len(digits))
+
+
+def _luhn_sums(digits: str) -> Callable[[int, int], bool]:
+    """Function that tells, of any part of some digits, whether it has the right check digit."""
+    plain, doubled = (digits.encode().translate(table) for table in _FROM_DIGITS)
+    # Every other digit is doubled, counted from a part's end: running sums for ends at even places, and at odd ones.
+    sums = []
+    for first, second in ((doubled, plain), (plain, doubled)):
+        values = bytearray(first)
+        values[1::2] = second[1::2]
+        sums.append([0, *accumulate(values)])
+    return lambda first, last: (sums[last % 2][last] - sums[last % 2][first]) % 10 == 0
 
 
 def _card(found: str, text: str, start: int) -> Span | None:
     """The number, without groups before or after it that are none of its own."""
-    groups = _NUMBER.findall(found)
-    sizes = [len(group) for group in groups]
+    groups = list(_NUMBER.finditer(found))
+    numbers = [group[0] for group in groups]
+    valid = _luhn_sums("".join(numbers))
+    ends = list(accumulate(map(len, numbers), initial=0))
     whole = len(groups)
     for first, last in ((0, whole), *((i, whole) for i in range(1, whole)), *((0, i) for i in range(whole - 1, 0, -1))):
-        if sum(sizes[first:last]) in _CARD_DIGITS and luhn("".join(groups[first:last])):
-            spans = [group.span() for group in _NUMBER.finditer(found)]
-            return spans[first][0], spans[last - 1][1]
+        if ends[last] - ends[first] in _CARD_DIGITS and valid(ends[first], ends[last]):
+            return groups[first].start(), groups[last - 1].end()
     return None
 
 
 _SEPARATORS = re.compile("[ .-]")
 _LETTERS = {ord("A") + i: str(10 + i) for i in range(26)}
-_IBAN = _pattern(r"(?<![\w-])(?P<value>[A-Z]{2}\d{2}(?:[ .-]?[A-Z0-9]){11,30})(?![A-Za-z0-9])")
+_IBAN = _pattern(r"(?P<value>[A-Z](?<![\w-].)[A-Z]\d{2}(?:[ .-]?[A-Z0-9]){11,30})(?![A-Za-z0-9])")
 
 
 @cache
@@ -180,11 +227,10 @@ def _iban(found: str, text: str, start: int) -> Span | None:
 
 # Machines: addresses (not version or section numbers), hosts of URLs, bare host names of common endings.
 _IP = _pattern(
-    r"""(?<![\w.:])(?P<value>
+    r"""[0-9A-Fa-f:](?<=(?<![\w.:])(?=(?P<value>
       (?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?!\w|\.\d)
     | (?=[\w:]{0,39}::|(?:\w{1,4}:){7})[0-9A-Fa-f:]{3,39}(?![\w:]|\.\d)
-    )""",
-    re.IGNORECASE,
+    )).)"""
 )
 _VERSIONED = frozenset(("version", "versions", "v", "ver", "release", "build", "section", "chapter"))
 _ADDRESSED = frozenset(
@@ -204,7 +250,7 @@ def _ip(found: str, text: str, start: int) -> Span | None:
             socket.inet_pton(socket.AF_INET6, found)
         except OSError:
             return None
-        return whole if any(mark.isdigit() for mark in found) else None  # `Add::Face` is code, not an address
+        return whole if _NUMBER.search(found) else None  # `Add::Face` is code, not an address
     # A version of four parts looks like an address. Public addresses of small numbers are rare, and versions of large
     # ones stand behind a name or a word for them.
     before = text[max(0, start - _BEFORE) : start]
@@ -215,9 +261,7 @@ def _ip(found: str, text: str, start: int) -> Span | None:
     return whole if plain or word in _ADDRESSED or before.endswith(("/", "@")) else None
 
 
-_URL_HOST = _pattern(
-    r"(?<=[a-z0-9+.-]{2})://(?:[^\s/@]*+@)?(?P<value>[\w-]++(?:\.[\w-]++)*+)(?![.-]*+@)", re.IGNORECASE
-)
+_URL_HOST = _pattern(r":(?<=[a-z0-9+.-]{2}.)//(?:[^\s/@]*+@)?(?P<value>[\w-]++(?:\.[\w-]++)*+)(?![.-]*+@)")
 _ENDINGS = ("com", "org", "edu", "gov", "mil", "internal", "local", "lan", "corp", "intranet", "localdomain")
 _LONGER_ENDINGS = (
     *("net", "io", "dev", "app", "cloud", "ai", "co"),
@@ -225,28 +269,29 @@ _LONGER_ENDINGS = (
 )
 """Endings of hosts that have at least three parts."""
 _HOST = _pattern(
-    rf"""(?<![\w.@/<-])(?P<value>
-      (?:[^\W_](?:[^\W_]|-)*+\.)+(?:{"|".join(_ENDINGS)})
-    | (?:[^\W_](?:[^\W_]|-)*+\.){{2,}}(?:{"|".join(_LONGER_ENDINGS)})
-    )(?![\w(-]|\.\w)""",
-    re.IGNORECASE,
+    rf"""(?P<value>[^\W_](?<![\w.@/<-].)(?:[^\W_]|-)*+\.(?:
+      (?:[^\W_](?:[^\W_]|-)*+\.)*(?:{"|".join(_ENDINGS)})
+    | (?:[^\W_](?:[^\W_]|-)*+\.)+(?:{"|".join(_LONGER_ENDINGS)})
+    ))(?![\w(-]|\.\w)"""
 )
 
 # Phone numbers: international, with an area code in brackets, North American, French, German and the like.
 _PHONE_ABROAD = _pattern(
-    r"(?<![.<+/-])(?P<value>(?:(?<![^\W\d])\+|(?<!\w)00(?=[ 1-9]))[ ]?[1-9](?:[ .()/-]{0,2}\d){6,16}+)(?![\w-])"
+    r"""(?P<value>[+0](?<=(?<![.<+/-])(?:(?<![^\W\d])\+|(?<!\w)0(?=0[ 1-9])))(?:(?<=0)0)?
+      [ ]?[1-9](?:[ .()/-]{0,2}\d){6,16}+)(?![\w-])"""
 )
 _PHONE_SHAPES = _pattern(
-    r"""(?<![\w.<+/-])(?P<value>
-      \(\d{2,5}\)\ ?\d{2,5}(?:[ .-]\d{2,4}){1,3}
-    | (?:1[ .-])?[2-9]\d{2}[ .-][2-9]\d{2}[ .-]\d{4}
-    | 0[1-9](?:[ .-]\d{2}){4}
-    | 0[1-9]\d{1,3}[ /-]\d{3,8}(?:[ -]\d{1,4}){0,2}
-    )(?![\w-])"""
+    r"""(?P<value>[(\d](?<![\w.<+/-].)(?:
+      (?<=\()\d{2,5}\)\ ?\d{2,5}(?:[ .-]\d{2,4}){1,3}
+    | (?:(?<=1)[ .-][2-9]|(?<=[2-9]))\d{2}[ .-][2-9]\d{2}[ .-]\d{4}
+    | (?<=0)[1-9](?:[ .-]\d{2}){4}
+    | (?<=0)[1-9]\d{1,3}[ /-]\d{3,8}(?:[ -]\d{1,4}){0,2}
+    ))(?![\w-])"""
 )
 _PHONE_ANY = _pattern(
-    r"""(?<![\w.<+/:-])(?!(?:19|20)\d\d[./-]?[01]\d[./-]?[0-3]\d(?!\d{3}))(?![0-3]?\d[./-][01]?\d[./-](?:19|20)?\d\d\b)
-    (?P<value>\(?\d(?:[ ()/-]{0,2}\d){6,13}+)(?![\w-]|[.:]\d)"""
+    r"""(?P<value>[(\d](?<=(?<![\w.<+/:-])(?!(?:19|20)\d\d[./-]?[01]\d[./-]?[0-3]\d(?!\d{3}))
+      (?![0-3]?\d[./-][01]?\d[./-](?:19|20)?\d\d\b).)
+      (?:(?<=\()\d|(?<=\d))(?:[ ()/-]{0,2}\d){6,13}+)(?![\w-]|[.:]\d)"""
 )
 _SHAPED_COUNTRIES = (
     *("US", "GB", "DE", "FR", "ES", "IT", "NL", "BE", "AT", "CH"),
@@ -260,23 +305,14 @@ _LINES = (
 )
 
 
-class _Plans(NamedTuple):
-    """Patterns of the national numbers of some countries."""
-
-    whole: re.Pattern[str]
-    """Numbers without a trunk prefix, of countries that are dialled so."""
-    trunk: dict[str, re.Pattern[str]]
-    """By trunk prefix, the numbers behind it."""
-
-
-def _plan(every: Iterable[phonenumbers.PhoneMetadata | None]) -> re.Pattern[str]:
+def _plan(every: Iterable[phonenumbers.PhoneMetadata | None]) -> str:
     """Pattern of the valid national numbers of some regions, as phonenumbers has them."""
     found = []
     for metadata in filter(None, every):
         described = (getattr(metadata, name) for name in ("general_desc", *_LINES))
         general, *lines = (one.national_number_pattern if one else None for one in described)
         found.append(rf"(?=(?:{general})\Z)(?:{'|'.join(filter(None, lines))})")
-    return re.compile("|".join(found) or r"(?!)")
+    return "|".join(found) or r"(?!)"
 
 
 @cache
@@ -284,14 +320,14 @@ def _abroad_plan(code: int) -> re.Pattern[str] | None:
     """Pattern of the national numbers under a calling code; None: there is no such code."""
     regions = phonenumbers.COUNTRY_CODE_TO_REGION_CODE.get(code)
     if regions == ("001",):
-        return _plan([phonenumbers.PhoneMetadata.metadata_for_nongeo_region(code)])
-    return _plan(map(phonenumbers.PhoneMetadata.metadata_for_region, regions)) if regions else None
+        return re.compile(_plan([phonenumbers.PhoneMetadata.metadata_for_nongeo_region(code)]))
+    return re.compile(_plan(map(phonenumbers.PhoneMetadata.metadata_for_region, regions))) if regions else None
 
 
 def _abroad(digits: str) -> bool:
     """Whether digits that begin with a calling code are a valid number; `(0)` may stand behind the code."""
     digits = digits.removeprefix("00")
-    for size in (1, 2, 3):
+    for size in range(1, min(3, len(digits)) + 1):
         plan = _abroad_plan(int(digits[:size]))
         if plan is not None:
             rest = digits[size:]
@@ -300,31 +336,36 @@ def _abroad(digits: str) -> bool:
 
 
 @cache
-def _plans(countries: tuple[str, ...]) -> _Plans:
+def _national_plan(countries: tuple[str, ...]) -> re.Pattern[str]:
+    """Pattern of the numbers of some countries as they are dialled inside of them."""
     every = {country: phonenumbers.PhoneMetadata.metadata_for_region(country) for country in countries}
     prefixes = {country: metadata.national_prefix for country, metadata in every.items() if metadata}
-    whole = (every[country] for country, prefix in prefixes.items() if prefix in (None, "1") or country in _BARE)
-    trunk = {
-        prefix: _plan(every[country] for country in prefixes if prefixes[country] == prefix)
-        for prefix in set(filter(None, prefixes.values()))
-    }
-    return _Plans(_plan(whole), trunk)
+    # Without a trunk prefix, in countries that are dialled so; and with each.
+    found = [_plan(every[country] for country, prefix in prefixes.items() if prefix in (None, "1") or country in _BARE)]
+    for prefix in sorted(set(filter(None, prefixes.values()))):
+        behind = _plan(every[country] for country in prefixes if prefixes[country] == prefix)
+        found.append(rf"{prefix}(?:{behind})")
+    return re.compile("|".join(found))
 
 
-def _national(plans: _Plans, digits: str) -> bool:
-    """Whether digits are a number of some countries as it is dialled inside of them."""
-    behind = ((plan, digits[len(prefix) :]) for prefix, plan in plans.trunk.items() if digits.startswith(prefix))
-    return plans.whole.fullmatch(digits) is not None or any(plan.fullmatch(rest) for plan, rest in behind)
+_NO_DIGITS = {ord(mark): None for mark in "+ .()/-"}
 
 
-def _phone(valid: Callable[[str], bool], found: str, text: str, start: int) -> Span | None:
+def _phone(valid: Callable[[str], object], found: str, text: str, start: int) -> Span | None:
     """The number that the text begins with; up to two groups of digits behind it may be none of its own."""
-    if valid("".join(_NUMBER.findall(found))):
+    if valid(found.translate(_NO_DIGITS)):
         return 0, len(found)
-    for group in list(_NUMBER.finditer(found))[-2:-4:-1]:
-        if valid("".join(_NUMBER.findall(found, 0, group.end()))):
-            return 0, group.end()
+    for _ in range(2):
+        last = _LAST_GROUP.search(found)
+        if last is None:
+            break
+        found = found[: last.start()]
+        if valid(found.translate(_NO_DIGITS)):
+            return 0, len(found)
     return None
+
+
+_LAST_GROUP = re.compile(r"(?<=\d)\D+\d+\Z")
 
 
 def rules(kinds: Sequence[Kind], countries: Sequence[str] = ()) -> list[Rule]:
@@ -334,11 +375,11 @@ def rules(kinds: Sequence[Kind], countries: Sequence[str] = ()) -> list[Rule]:
     """
     phones = [
         Rule("phone", _PHONE_ABROAD, partial(_phone, _abroad), digit=True),
-        Rule("phone", _PHONE_SHAPES, partial(_phone, partial(_national, _plans(_SHAPED_COUNTRIES))), digit=True),
+        Rule("phone", _PHONE_SHAPES, partial(_phone, _national_plan(_SHAPED_COUNTRIES).fullmatch), digit=True),
     ]
     if countries:
         phones.append(
-            Rule("phone", _PHONE_ANY, partial(_phone, partial(_national, _plans(tuple(countries)))), digit=True)
+            Rule("phone", _PHONE_ANY, partial(_phone, _national_plan(tuple(countries)).fullmatch), digit=True)
         )
     return [rule for rule in (*_RULES, *phones) if rule.kind in kinds]
 
@@ -347,16 +388,16 @@ _RULES = (
     Rule("key", _KEY_BLOCK, needs=("----",)),
     Rule("key", _URL_LOGIN, needs=("://",)),
     *(Rule("key", pattern, needs=tuple(needs)) for service, *needs in _SERVICES for pattern in service.denylist),
-    Rule("key", _SIGNED, needs=("signature=", "x-amz-", "x-goog-", "?", "&", ";")),
-    Rule("key", _COOKIE, needs=("cookie", "-b")),
-    Rule("key", _PASSWORD_QUOTED, needs=_NEEDED_NAMES),
-    Rule("key", _KEY_NAMED, needs=_NEEDED_NAMES, digit=True),
+    Rule("key", _SIGNED, needs=("signature=", "x-amz-", "x-goog-", "?", "&", ";"), small=True),
+    Rule("key", _COOKIE, needs=("cookie", "-b"), small=True),
+    Rule("key", _PASSWORD_QUOTED, needs=_NEEDED_NAMES, small=True),
+    Rule("key", _KEY_NAMED, needs=_NEEDED_NAMES, digit=True, small=True),
     Rule("key", _KEY_KNOWN, needs=_KNOWN_STARTS),
     Rule("key", _KEY_MIXED, _mixed, digit=True),
     Rule("email", _EMAIL, needs=("@",)),
     Rule("iban", _IBAN, _iban, digit=True),
     Rule("card", _CARD, _card, digit=True),
     Rule("ip", _IP, _ip, (".", ":"), digit=True),
-    Rule("host", _URL_HOST, needs=("://",)),
-    Rule("host", _HOST, needs=tuple(f".{ending}" for ending in (*_ENDINGS, *_LONGER_ENDINGS))),
+    Rule("host", _URL_HOST, needs=("://",), small=True),
+    Rule("host", _HOST, needs=tuple(f".{ending}" for ending in (*_ENDINGS, *_LONGER_ENDINGS)), small=True),
 )

@@ -66,11 +66,11 @@ def test_values_are_masked_by_their_keys_and_flags() -> None:
     }
 
 
-def test_a_megabyte_of_any_text_is_masked_in_linear_time(tmp_path: Path) -> None:
+def test_long_texts_are_masked_in_linear_time(tmp_path: Path) -> None:
     ended = run(under_limits, [256, 30, __file__, "_mask_long_texts"], tmp_path / "log")
     assert ended.code == 0, ended.said  # a quadratic pattern would take many minutes of the CPU
 
 
 def _mask_long_texts() -> None:
     for piece in ("//a:", "--token ", "a_", "bearer ", "sk-", "eyJaaaaaaaa.", "password"):
-        masked(piece * (1_000_000 // len(piece)), {})
+        masked(piece * (200_000 // len(piece)), {})

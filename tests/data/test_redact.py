@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from draftforge.data import redact
 from draftforge.data.redact import Kind, Redactor
-from draftforge.data.redaction_rules import luhn, rules
+from draftforge.data.redaction_rules import Rule, Span, luhn, rules
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -83,6 +83,7 @@ def redacted(text: str) -> tuple[str, dict[str, int]]:
         ("password: 'swordfish'; passphrase = \"correct horse\"", "password: '<key>'; passphrase = \"<key>\""),
         ("DB_PASSWORD=hunter2", "DB_PASSWORD=<key>"),
         ("from 203.0.113.9; ping 8.8.8.8", "from <ip>; ping <ip>"),
+        ("-----BEGIN PGP MESSAGE-----\nab\0cd", "<key>\0cd"),
     ],
 )
 def test_found(text: str, expected: str) -> None:
@@ -114,6 +115,7 @@ def test_found(text: str, expected: str) -> None:
         "550e8400-e29b-41d4-a716-446655440000 and 12345678-1234-1234-1234-123456789012",
         "2024-11-05 12:30, 2024-11-05-123456, 2024-11-05T12:30:45.123456Z, 20241105123045, 05.11.2024 12:30",
         "price 2718.281828459045 of 1,234,567,890",
+        "room 00 12345678, 00 1 234567 8",
         'password: string, "password": "string", password="${PASS}", os.environ["PASSWORD"]',
         '{"type": "object", "properties": {"password": {"type": "string"}}, "required": ["password"]}',
         "the cookie: chocolate; git checkout -b feature/x=1; 100%25 of it; C:\\new\\table",
@@ -291,6 +293,7 @@ def test_values_and_names_of_json_are_redacted() -> None:
         "password:'${",
         "cookie: a=b",
         "-----BEGIN PGP MESSAGE-----",
+        "4111 1 1 1 1 1 1 1 1 1 1 1 1 1 1 1 ",
         '["a@", {"password": ',
         "[",
     ],
@@ -307,6 +310,23 @@ def test_long_lines_take_linear_time(piece: str) -> None:
 def test_repeated_pieces_take_linear_time(piece: str, end: str) -> None:
     """100 kB a piece: quadratic time would take many minutes for a single one."""
     Redactor(KINDS, ["US", "DE"]).text(piece * (100_000 // len(piece)) + end)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("value", ["1", "1234567", '"1"', '"::1"', '"[1]"', '"\\u0000 1"'])
+def test_json_of_many_values_is_read_once(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """Each rule searches once, however many values there are: a search for each took twenty times as long."""
+    searches = Counter[int]()
+
+    def counted(rule: Rule, text: str) -> list[Span]:
+        searches[id(rule)] += 1
+        return found(rule, text)
+
+    found = redact._found
+    monkeypatch.setattr(redact, "_found", counted)
+    text = f"[{', '.join([value] * 20_000)}]"
+    assert Redactor(KINDS, ["US", "DE"]).text(text) == text.replace("::1", "<ip>")
+    assert set(searches.values()) <= {1}
 
 
 @pytest.mark.timeout(60)
