@@ -21,7 +21,7 @@ vLLM is followed (0.32 and 0.33) and, where a conversation says so, SGLang:
 
 Arguments of tool calls that are text are decoded for the template.
 
-A template that prints the time (`strftime_now`) is told that of the conversation, in UTC: what its server's clock
+A template that prints the time (`strftime_now`) is told that of the turn's request, in UTC: what its server's clock
 showed then, and what every capture shows it.
 """
 
@@ -39,9 +39,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InputError, one_line
 from .bounded_templates import LONGEST_TEMPLATE, BoundedEnvironment
-from .conversation import Conversation, Engine, Message, PromptEnd, Turn, turn_ends
+from .conversation import Conversation, Engine, Message, PromptEnd, Turn
 from .logs.anthropic import BILLING_HEADER, MESSAGES_API
-from .logs.parsing import prompt_digest
 
 _REFUSED = (
     *(TemplateError, ArithmeticError, TypeError, ValueError, RecursionError),
@@ -66,6 +65,7 @@ def turn_ids(tokenizer: Any, conversation: Conversation, turn: Turn, answers: Se
 
 def turn_text(tokenizer: Any, conversation: Conversation, turn: Turn, answers: Sequence[str] = ()) -> str:
     """Text of a turn's prompt, of which `ids_of_text` gives the ids. Raises InputError."""
+    asked_at = conversation.time_of(turn.index)
     return render_text(
         tokenizer,
         turn.context(answers),
@@ -73,24 +73,8 @@ def turn_text(tokenizer: Any, conversation: Conversation, turn: Turn, answers: S
         conversation.template_args,
         turn.prompt_end,
         conversation.engine,
-        UNKNOWN_TIME if conversation.asked_at is None else conversation.asked_at,
+        UNKNOWN_TIME if asked_at is None else asked_at,
     )
-
-
-OTHER_PROMPT = "its chat template makes another prompt of the messages than the logged one"
-
-
-def renders_as_logged(tokenizer: Any, conversation: Conversation) -> bool:
-    """Whether the template makes of a conversation the last prompt that the engine logged, where it logged one.
-
-    Messages that were taken out of a rendered prompt give it back under the template of the engine alone. Raises
-    InputError.
-    """
-    if conversation.prompt_digest is None:
-        return True
-    end = turn_ends(conversation)[-1]
-    last = Turn(conversation.messages[:end], 0, None, True, conversation.prompt_end)
-    return prompt_digest(turn_text(tokenizer, conversation, last)) == conversation.prompt_digest
 
 
 def render(
@@ -370,7 +354,7 @@ def takes_parts(template: str, engine: Engine = "vllm") -> bool:
     if engine == "sglang" and any(word in template for word in _MEDIA):
         return True
     try:
-        tree = _environment().parse(template)
+        tree = template_tree(template)
         loops = list(tree.find_all(nodes.For))
         if engine == "sglang":
             return any(_reads(loop.iter, name, "content") for loop in loops for name in _ROW)
@@ -477,6 +461,11 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def template_tree(template: str) -> nodes.Template:
+    """Parse a chat template. Raises TemplateError."""
+    return _environment().parse(template)
 
 
 @lru_cache(maxsize=1)

@@ -4,7 +4,7 @@ import json
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -48,6 +48,31 @@ class Message(BaseModel):
         return message
 
 
+class PromptCount(NamedTuple):
+    """Number of tokens that a log tells of a prompt."""
+
+    counter: str
+    """Who counted: the kind of log and the model that was asked."""
+    tokens: int
+    """0: not comparable, as something in the prompt was redacted."""
+    requests: int
+    """How many requests had this number."""
+
+
+class LoggedPrompt(BaseModel):
+    """What the log tells of the prompt of one turn, which may have been asked by requests of its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    turn: int
+    """0, 1, … among the turns of the conversation."""
+    asked_at: float | None = None
+    """Unix seconds of the latest of its requests."""
+    counts: list[PromptCount] = []
+    digests: list[str] = []
+    """Hashes of its text (as redacted) where engines logged that."""
+
+
 class Conversation(BaseModel):
     """One conversation of a mix."""
 
@@ -81,12 +106,16 @@ class Conversation(BaseModel):
     """Turns (0, 1, …) that do not count, as a conversation before this one asks them in the very same context."""
     asked_at: float | None = Field(default=None, exclude_if=lambda time: time is None)
     """Unix seconds when it was asked, which a template may print; where its log has no time, the newest of the mix."""
-    prompt_digest: str | None = Field(default=None, exclude_if=lambda digest: digest is None)
-    """Hash of its last prompt as an engine logged it; None: it was not logged."""
+    logged_prompts: list[LoggedPrompt] = Field(default=[], exclude_if=operator.not_)
+    """What its log, and those of the requests that it continues, tell of its turns' prompts."""
     where: str = Field(default="", exclude=True)
     """File and line of the log that it was read from, relative to the recipe; no part of what a capture depends on."""
     skip_invalid: bool = Field(default=False, exclude=True)
     """Whether its source allows to leave out what the target's chat template refuses."""
+
+    def time_of(self, turn: int) -> float | None:
+        """Unix seconds when a turn was asked: those of its own request, or else of the conversation."""
+        return next((one.asked_at for one in self.logged_prompts if one.turn == turn and one.asked_at), self.asked_at)
 
 
 def as_served(conversations: Iterable[Conversation], defaults: Mapping[str, float]) -> list[Conversation]:

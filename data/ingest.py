@@ -9,7 +9,7 @@ import math
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from .. import progress, storage
 from .concurrency import Traffic
 from .conversation import SPLITS, Split
-from .dedup import SIGNATURE_LENGTH, Member, Signature, TurnIndex
+from .dedup import SIGNATURE_LENGTH, Member, Signature, TurnIndex, TurnKeys
+from .logged_prompts import LoggedPromptIndex
 from .prepared_records import Prepared, Preparer, columns, restored
 from .record_outcomes import SourceCounts, Unit
 from .settings import MixSettings, Source
@@ -87,6 +88,7 @@ class IngestedRecords:
         self._turns = TurnIndex()
         # By row of the log table: the content's number.
         self._number_at_row = array("Q")
+        self._logged = LoggedPromptIndex()
         self._bound: dict[str, Split] = {}
         self.log = LogTable()
         self.traffic = Traffic()
@@ -126,6 +128,10 @@ class IngestedRecords:
         """What the user says in a content."""
         return restored(self._spool[self._spooled[number]]).user_text
 
+    def logged_prompts(self, asked: Sequence[TurnKeys]) -> Iterator[list[dict[str, Any]]]:
+        """Yield what the log tells of the prompts of these conversations' turns; see `LoggedPromptIndex.prompts`."""
+        return self._logged.prompts(asked, self.log)
+
     def members(self) -> Iterator[Member]:
         """Yield clustering's view of each content, by number."""
         turns = self._turns.keys()
@@ -139,6 +145,7 @@ class IngestedRecords:
         row = self.log.add(found.row)
         number = self._number_of.setdefault(found.id, len(self._rows))
         self._number_at_row.append(number)
+        self._logged.add(found.traces)
 
         # A new content is spooled, and what clustering needs is kept; a copy with a smaller key replaces the record.
         started = found.row.started

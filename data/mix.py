@@ -39,7 +39,7 @@ from .split import require_every_split, split_of
 from .stratify import KEYS, SOURCE, Column, Margin, choose, half_lives, largest_size, rake_weights
 from .workers import Workers
 
-FORMAT = 4
+FORMAT = 5
 CONVERSATIONS, ORIGINS, MEMBERS = "conversations.parquet", "origins.parquet", "members.parquet"
 LOG, MANIFEST = "log.parquet", "manifest.json"
 CONTINUED, NEAR_COPY = "continued by a longer one", "near-copy"
@@ -66,7 +66,7 @@ _CONVERSATION_SCHEMA = pa.schema(
         ("max_new_tokens", pa.int64()),
         ("asked_elsewhere", pa.list_(pa.int32())),
         ("asked_at", pa.float64()),
-        ("prompt_digest", pa.string()),
+        ("logged_prompts", pa.string()),
         ("server_sampling", pa.list_(pa.string())),
     ]
 )
@@ -83,7 +83,7 @@ _MEMBER_SCHEMA = pa.schema(
         ("turn_keys", pa.list_(pa.uint64())),
     ]
 )
-_NESTED = ("messages", "tools", "template_args", "sampling")
+_NESTED = ("messages", "tools", "template_args", "sampling", "logged_prompts")
 _ROWS_AT_ONCE = 4096
 _SYSTEM_STRATA = 64  # system prompts that keep shares of their own; the rarer ones share one
 
@@ -420,8 +420,10 @@ class _Mix:
         """Write the tables of conversations, their origins, members and log labels."""
         # Conversations are read from the spool one by one; members hold no text.
         tracked = progress.track(self._kept, "writing", unit="conversations")
+        logged = self._records.logged_prompts([self._members[n].turn_keys for n in self._kept])
         origins: list[dict[str, Any]] = []
-        _write_table(folder / CONVERSATIONS, (self._row(n, origins) for n in tracked), _CONVERSATION_SCHEMA)
+        rows = (self._row(n, prompts, origins) for n, prompts in zip(tracked, logged))
+        _write_table(folder / CONVERSATIONS, rows, _CONVERSATION_SCHEMA)
         # Where a file lies is no part of a conversation: the same log in another order gives the same ones.
         _write_table(folder / ORIGINS, iter(origins), _ORIGIN_SCHEMA)
         _write_table(folder / MEMBERS, _member_rows(self._seen, self._known), _MEMBER_SCHEMA)
@@ -441,8 +443,8 @@ class _Mix:
         }
         pq.write_table(pa.table(table), folder / LOG, compression="zstd")
 
-    def _row(self, number: int, origins: list[dict[str, Any]]) -> dict[str, Any]:
-        """Columns of a kept content; what is told of its origin goes into `origins`."""
+    def _row(self, number: int, logged: list[dict[str, Any]], origins: list[dict[str, Any]]) -> dict[str, Any]:
+        """Columns of a kept content, of whose prompts this is `logged`. Its origin goes into `origins`."""
         row, id = self._records.row(number), self._ids[number]
         source = self._settings.sources[row["source"]]
         where = row["where"].removeprefix(f"{self._base_dir}/")
@@ -455,7 +457,8 @@ class _Mix:
         domain = row["domain"] or self._records.log.domain(log_row)
         started = self._records.log.started[log_row]
         asked_at = self._newest if math.isnan(started) else started
-        return {**row, **placement, "domain": domain, "asked_at": asked_at}
+        prompts = json.dumps(logged, ensure_ascii=False)
+        return {**row, **placement, "domain": domain, "asked_at": asked_at, "logged_prompts": prompts}
 
     def manifest_counts(self) -> dict[str, Any]:
         """Counts for the manifest: what was read, redacted and left out, what is in each split, the log's load.

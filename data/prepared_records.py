@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
-from .conversation import Message
+from .conversation import Message, turn_ends
 from .dedup import Signature, group_key, signature, turn_keys
+from .logged_prompts import PromptTraces
 from .logs.parsing import prompt_digest
 from .record_outcomes import OVER_LIMIT, Outcome, Unit, outcomes_of
 from .records import Record
@@ -34,6 +35,7 @@ class Prepared(NamedTuple):
     """The redacted record, as `stored` writes it."""
     signature: Signature
     turn_keys: list[int]
+    traces: PromptTraces
     row: LogRow
     redacted: Mapping[str, int]
     """Number of redactions, by kind."""
@@ -69,6 +71,7 @@ class Preparer:
         record = redacted(found, self._redactor)
         counts = self._redactor.counts - before
         sampling, max_new_tokens = sampling_of(record, self._settings)
+        keys = turn_keys(record)
         return Prepared(
             id=record.id,
             key=record.key,
@@ -76,7 +79,8 @@ class Preparer:
             group=None if record.group is None else group_key(record.domain, record.group),
             stored=stored(record, sampling, max_new_tokens, counts),
             signature=signature(record.user_text),
-            turn_keys=turn_keys(record),
+            turn_keys=keys,
+            traces=_traces(found, record, keys[-1]),
             row=log_row(record, sampling),
             redacted=counts,
         )
@@ -152,17 +156,27 @@ def stored(
     }
     plain = {name: getattr(record, name) for name in _PLAIN}
     left = record.server_sampling if sampling == record.sampling else ()
-    plain |= {"max_new_tokens": max_new_tokens, "server_sampling": left, "prompt_digest": _logged_prompt(record)}
+    plain |= {"max_new_tokens": max_new_tokens, "server_sampling": left}
     return "\n".join(json.dumps(value, ensure_ascii=False) for value in (plain, *nested.values())).encode()
 
 
-def _logged_prompt(record: Record) -> str | None:
-    """Hash of the last prompt as it was logged, in which contents may have been redacted since; None: not logged."""
-    if record.pieces is None:
-        return None
-    first, *rest = record.pieces
-    contents = (message.text for message in record.messages)
-    return prompt_digest(first + "".join(content + piece for content, piece in zip(contents, rest)))
+def _traces(found: Record, record: Record, turn_key: int) -> PromptTraces:
+    """What a line tells of its last prompt. `found`: the record before it was redacted."""
+    # A turn that waits for the target's own answers has another prompt than its log's.
+    if record.turn_by_turn:
+        return PromptTraces(turn_key, None, False, None)
+    end = turn_ends(record)[-1]
+    same = record is found or (
+        (record.messages[:end], record.tools, record.template_args)
+        == (found.messages[:end], found.tools, found.template_args)
+    )
+    digest = None
+    if record.pieces is not None:
+        first, *rest = record.pieces
+        contents = (message.text for message in record.messages)
+        text = first + "".join(content + piece for content, piece in zip(contents, rest))
+        digest = bytes.fromhex(prompt_digest(text))
+    return PromptTraces(turn_key, record.counter, same, digest)
 
 
 def columns(lines: bytes) -> dict[str, Any]:

@@ -120,13 +120,16 @@ class Record:
     source: int = 0
     """Index of its source in the recipe."""
     started: float | None = None
-    """Unix seconds when it was asked; like the next four fields no part of `id` and `key`."""
+    """Unix seconds when it was asked; like the next five fields no part of `id` and `key`."""
     ended: float | None = None
     replica: str | None = None
     """Name of the engine's copy that answered."""
     prompt_tokens: int | None = None
     """Prompt tokens as logged, counted by the logged model's tokenizer; likewise `answer_tokens`."""
     answer_tokens: int | None = None
+    counter: str | None = None
+    """Who counted `prompt_tokens`: the kind of log, the model that was asked, and whether the answer was streamed, in
+    which case gateways may count themselves; None: they are not logged."""
     unfollowed: tuple[str, ...] = ()
     """Names of the request's fields that shaped its logged answer, and that a capture does not follow."""
     pieces: tuple[str, ...] | None = field(default=None, compare=False)
@@ -223,6 +226,7 @@ def parse(
         max_new_tokens=_max_new_tokens(lookup, where),
         group=_group(source, lookup, where),
         source=index,
+        counter=_counter(source, lookup) if timed.prompt_tokens else None,
         unfollowed=tuple(unfollowed(body)),
         where=where,
         **timed._asdict(),
@@ -523,6 +527,12 @@ def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, wh
     if group is None or (isinstance(group, str | int) and str(group)):
         return None if group is None else str(group)
     raise InputError(f"{where}: {source.group_field} is a JSON {_json_type(group)}; must be text or a number")
+
+
+def _counter(source: FileSource | DatasetSource | TargetSource, lookup: Lookup) -> str:
+    model = lookup("model") or lookup("provided_model_name")  # the latter in Langfuse's exports
+    streamed = ", streamed" if lookup("stream") is True else ""
+    return f"{source.kind}{f', model {model}' if isinstance(model, str) and model else ''}{streamed}"
 
 
 def _sampling(lookup: Lookup, where: str) -> tuple[SamplingSettings | None, Collection[str]]:

@@ -11,11 +11,13 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.text import Text
 
-from ..data.chat_template import OTHER_PROMPT, ids_of_text, renders_as_logged, turn_text
+from ..data.chat_template import ids_of_text, turn_text
 from ..data.conversation import Conversation, Turn, as_served, turns
+from ..data.logged_prompts import PromptCheck
 from ..data.mix import LEFT_OUT, ORIGINS, load_log, load_manifest, load_mix
 from ..data.split import unit
 from ..errors import InputError
+from ..progress import say
 from ..recipe import Recipe
 from ..specdec.targets import load_target_tokenizer, sampling_defaults
 from .stages import Stages, mix_stage
@@ -51,7 +53,8 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
     """Yield the records of some turns."""
     # 1) The turns that count, of which those with the smallest hashes are an even sample.
     defaults = sampling_defaults(recipe.target)
-    conversations = [one for one in as_served(load_mix(folder), defaults) if domain in (None, one.domain)]
+    mix = as_served(load_mix(folder), defaults)
+    conversations = [one for one in mix if domain in (None, one.domain)]
     if not conversations:
         known = sorted({name for of in load_manifest(folder)["conversations"].values() for name in of})
         raise InputError(f"--domain {domain}: the mix has no such domain; it has {', '.join(known)}")
@@ -60,6 +63,9 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
 
     # 2) What is told of each: the prompt, how it is answered, where it was logged, and what was changed.
     tokenizer = load_target_tokenizer(recipe.target)
+    check = PromptCheck(tokenizer, mix)
+    for line in check.lines(sampled=True):
+        say(line)
     redacted = {row["id"]: json.loads(row["redacted"]) for row in pq.read_table(folder / ORIGINS).to_pylist()}
     log = load_log(folder)
     stands_for: dict[str, dict[str, int]] = {}
@@ -74,20 +80,21 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
             "domain": one.domain,
             "split": one.split,
             "turn": turn.index,
-            **({"asked_at": _iso(one.asked_at)} if one.asked_at is not None else {}),
-            **_rendered(tokenizer, one, turn),
+            **({"asked_at": _iso(asked_at)} if (asked_at := one.time_of(turn.index)) is not None else {}),
+            **_rendered(tokenizer, check, one, turn),
             **_answered(recipe, one, defaults),
             "changed": _changed(one, turn, redacted[one.id], stands_for.get(one.id, {})),
         }
 
 
-def _rendered(tokenizer: Any, one: Conversation, turn: Turn) -> Json:
+def _rendered(tokenizer: Any, check: PromptCheck, one: Conversation, turn: Turn) -> Json:
     """Text and ids of a prompt, or why the template refuses it. Only the answer's tokens, behind it, are supervised."""
     answers = [_STAND_IN] * turn.index if turn.waits_for is not None else []
     waits = {"waits_for_answers": turn.index} if turn.waits_for is not None else {}
     try:
-        if not renders_as_logged(tokenizer, one):
-            return {"refused": OTHER_PROMPT, **waits}
+        refusal = check.refusal(one, turn.index)
+        if refusal is not None:
+            return {"refused": refusal, **waits}
         text = turn_text(tokenizer, one, turn, answers)
         ids = ids_of_text(tokenizer, text)
     except InputError as error:

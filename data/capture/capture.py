@@ -24,6 +24,7 @@ from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target
 from ..backends.base import open_engine
 from ..conversation import Conversation, as_served
+from ..logged_prompts import OTHER_COUNT
 from ..mix import load_mix
 from ..settings import BudgetSettings, CaptureSettings
 from ..store import HEADER, MANIFEST, SHARDS
@@ -136,7 +137,9 @@ def capture_conversations(
     done = ranks.first and check_claim(folder, header) and plan.nothing_left
     if ranks.broadcast(f"{folder.name}: whether it is done", done):
         return
-    prompts = Prompts(target, shards, settings)
+    prompts = Prompts(target, shards, settings, conversations)
+    for line in prompts.check.lines():
+        say(line)
     if may_be_unanswered is not None and part is None:
         check_domains(shards, prompts, may_be_unanswered)
     if ranks.first:
@@ -167,7 +170,9 @@ def capture_conversations(
 
 def _say_what_is_refused(prompts: Prompts) -> None:
     if prompts.refused:
-        reasons = Counter(prompts.refused.values()).most_common()
+        reasons = Counter(
+            OTHER_COUNT if reason.startswith(OTHER_COUNT) else reason for reason in prompts.refused.values()
+        ).most_common()
         more = f", and for {len(reasons) - 1} other reasons" if len(reasons) > 1 else ""
         say(f"turns left out: {len(prompts.refused)}, {reasons[0][1]} as {reasons[0][0]}{more}")
 

@@ -13,8 +13,9 @@ from ...errors import ContextLengthError, InputError
 from ...progress import track
 from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target
-from ..chat_template import OTHER_PROMPT, renders_as_logged, require_chat_template, turn_ids
+from ..chat_template import require_chat_template
 from ..conversation import Conversation, Split, Turn, turns
+from ..logged_prompts import PromptCheck, place
 from ..settings import CaptureSettings
 from ..split import seed_of
 
@@ -123,7 +124,14 @@ class Prompts:
     """Prompt ids of planned turns. All are rendered and checked before anything is answered; of a turn that waits for
     other answers, the prompt with a word for each of them."""
 
-    def __init__(self, target: Target, shards: Sequence[ShardPlan], settings: CaptureSettings) -> None:
+    def __init__(
+        self,
+        target: Target,
+        shards: Sequence[ShardPlan],
+        settings: CaptureSettings,
+        conversations: Sequence[Conversation] | None = None,
+    ) -> None:
+        """`conversations`: those of the whole mix, where `shards` are a part of its plan."""
         require_chat_template(target.tokenizer)
         self._target, self._skips = target, settings.too_long == "skip"
         self._ready: dict[tuple[str, int], array[int]] = {}
@@ -131,7 +139,11 @@ class Prompts:
         self.refused: dict[tuple[str, int], str] = {}
         """Why a turn is not asked, by conversation and turn: the target takes no prompt of it, and its source allows to
         skip it; or the prompt would not be the one that was logged."""
-        self._as_logged: dict[str, bool] = {}
+        if conversations is None:
+            conversations = list(
+                {turn.conversation.id: turn.conversation for s in shards for turn in s.answers}.values()
+            )
+        self.check = PromptCheck(target.tokenizer, conversations)
         # Several sampling settings ask the same turn, so each is rendered once and kept as 4 bytes a token.
         turns = {(turn.conversation.id, turn.turn.index): turn for shard in shards for turn in shard.answers}
         for key, turn in track(turns.items(), "Rendering prompts", unit="prompts"):
@@ -177,11 +189,10 @@ class Prompts:
         """Prompt ids; or why the turn is not asked."""
         conversation = turn.conversation
         try:
-            if conversation.id not in self._as_logged:
-                self._as_logged[conversation.id] = renders_as_logged(self._target.tokenizer, conversation)
-            if not self._as_logged[conversation.id]:
-                return OTHER_PROMPT
-            ids = turn_ids(self._target.tokenizer, conversation, turn.turn, earlier)
+            refusal = self.check.refusal(conversation, turn.turn.index)
+            if refusal is not None:
+                return refusal
+            ids = self.check.ids(conversation, turn.turn, earlier)
             self._target.check_ids(ids)
         except InputError as error:
             if conversation.skip_invalid:
@@ -200,8 +211,7 @@ class Prompts:
 
 def place_of(turn: TurnRequest) -> str:
     """Where a turn was logged, for messages: file and line where they are known."""
-    conversation = turn.conversation
-    return f"{conversation.where or f'conversation {conversation.id}'}, turn {turn.turn.index}"
+    return place(turn.conversation, turn.turn.index)
 
 
 def check_domains(shards: Sequence[ShardPlan], prompts: Prompts, may_be_unanswered: Collection[str]) -> None:

@@ -209,5 +209,10 @@ def _timing(value: Mapping[str, Any]) -> Timing:
         next((found for usage in usages for name in names if (found := count(usage, name)) is not None), None)
         for names in (_PROMPT_COUNTS, _ANSWER_COUNTS)
     )
+    # Langfuse takes what came from a cache, and other kinds of tokens, out of `input` and counts them beside it.
+    details = usages[0]
+    if prompt_tokens is not None and isinstance(details, dict) and details.keys() & {"input", "input_tokens"}:
+        apart = [name for name in details if "input" in name and name not in _PROMPT_COUNTS]
+        prompt_tokens += sum(count(details, name) or 0 for name in apart)
     started, ended = seconds(_either(value, "start_time")), seconds(_either(value, "end_time"))
     return Timing(started, ended, None, prompt_tokens, answer_tokens)

@@ -29,6 +29,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     messages, response = decoded(payload.get("messages")), response_of(payload.get("response"))
     parameters = decoded(payload.get("model_parameters"))
     request = body_of(parameters if isinstance(parameters, dict) else {}) | {"messages": messages}
+    if payload.get("stream") is True:  # tells who counted the tokens
+        request["stream"] = True
     reason = _reason(payload, request, response)
     if reason is None:
         request, reason = _chat_request(payload, request, engine)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from draftforge.data.capture.capture import capture_conversations
-from draftforge.data.conversation import Conversation, Message
+from draftforge.data.conversation import Conversation, LoggedPrompt, Message
 from draftforge.data.logs.parsing import prompt_digest
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
@@ -72,8 +72,10 @@ def test_a_prompt_that_is_rendered_otherwise_than_it_was_logged_is_left_out(
     """Whatever the source allows: the engine's log says what was asked."""
     template("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
     logged = "<user>user 0<assistant>assistant 1<user>user 2"
-    same = talk("1", "user", "assistant", "user", prompt_digest=prompt_digest(logged))
-    other = talk("2", "user", "assistant", "user", prompt_digest=prompt_digest(logged + "\n"))
+    same, other = (
+        talk(id, "user", "assistant", "user", logged_prompts=[LoggedPrompt(turn=1, digests=[prompt_digest(text)])])
+        for id, text in (("1", logged), ("2", logged + "\n"))
+    )
     found = run(target, [same, other], tmp_path / "capture", may_be_unanswered=())
     assert {(s.conversation, s.turn) for s in found.samples("train")} == {("1", 0), ("1", 1)}
     reason = "its chat template makes another prompt of the messages than the logged one"

@@ -10,7 +10,7 @@ import pytest
 from byte_level import byte_level_tokenizer
 from log_reading import SAMPLES, read_log, write_lines
 
-from draftforge.data.chat_template import renders_as_logged
+from draftforge.data.logged_prompts import PromptCheck
 from draftforge.data.logs.parsing import unrender
 from draftforge.data.logs.vllm import VllmReader
 from draftforge.data.mix import build_mix, load_mix
@@ -327,7 +327,8 @@ def test_a_prompt_that_is_taken_apart_is_compared_with_the_logged_one(tmp_path: 
         (RENDERED.replace("<think>\n\n", ""), thoughtful),
     ):
         tokenizer.chat_template = template
-        assert [renders_as_logged(tokenizer, one) for one in mix] == same
+        check = PromptCheck(tokenizer, mix)
+        assert [check.refusal(one, 0) is None for one in mix] == same
 
 
 def test_sglang_text_log() -> None:

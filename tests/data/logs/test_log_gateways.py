@@ -195,6 +195,22 @@ def test_litellm_needs_a_call_type(tmp_path: Path) -> None:
         read_log(write_lines(tmp_path / "l.jsonl", '{"messages": []}'), "litellm")
 
 
+@pytest.mark.parametrize(
+    "usage, tokens",
+    [
+        ({"input": 30, "output": 4, "total": 34}, 30),
+        # Langfuse takes the details of a usage out of `input` (`OpenAICompletionUsageSchema` of its server).
+        ({"input": 10, "input_cached_tokens": 18, "input_audio_tokens": 2, "output": 4, "output_reasoning": 1}, 30),
+        ({"input_tokens": 10, "cache_read_input_tokens": 15, "cache_creation_input_tokens": 5}, 30),
+        ({"prompt_tokens": 30, "completion_tokens": 4}, 30),
+    ],
+)
+def test_langfuse_counts_all_tokens_of_a_prompt(tmp_path: Path, usage: dict[str, int], tokens: int) -> None:
+    line = {"type": "GENERATION", "input": [{"role": "user", "content": "Hi"}], "usage_details": usage}
+    (record,) = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(line)), "langfuse").records
+    assert record.prompt_tokens == tokens
+
+
 @pytest.mark.parametrize("name", ["langfuse.jsonl", "langfuse.csv", "langfuse.parquet", "langfuse.jsonl.gz"])
 def test_langfuse_exports(tmp_path: Path, name: str) -> None:
     path = SAMPLES / name

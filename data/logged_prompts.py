@@ -1,0 +1,311 @@
+"""Logged prompts: what a log tells of each prompt that was asked, and whether a target's template makes the same one.
+
+Logs of engines hold the text of a prompt, of which a mix keeps the hash; most others hold the number of its tokens as
+the server counted them. A request that was logged without something that shaped its prompt (LiteLLM keeps no
+`chat_template_kwargs`, say) shows by another number. Numbers that another tokenizer counted show nothing: whether a
+counter has the target's tokenizer, an even sample of its prompts tells.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from jinja2 import TemplateError, meta
+from jinja2.defaults import DEFAULT_NAMESPACE
+
+from ..errors import InputError
+from .chat_template import ids_of_text, template_tree, turn_text
+from .conversation import Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
+from .dedup import TurnKeys
+from .logs.parsing import prompt_digest
+from .settings import RESERVED_ARGS
+from .split import unit
+from .stratify import LogTable
+
+OTHER_PROMPT = "its chat template makes another prompt of the messages than the logged one"
+OTHER_COUNT = "its prompt has another number of tokens than the log counts"
+_SAMPLED = 256  # prompts of a counter that tell whose tokens it counts
+_TRIED = 64  # prompts with another number of tokens that settings are tried on
+_MOST_KEPT = 8  # numbers and hashes of one prompt
+_MOST_NAMED = 3
+_EFFORTS = ("none", "low", "medium", "high")
+_DIGEST_BYTES = 16
+
+
+class PromptTraces(NamedTuple):
+    """What a record's line tells of its last prompt."""
+
+    turn_key: int
+    counter: str | None
+    """Who counted its tokens, such as `litellm, model qwen3`; None: nobody."""
+    comparable: bool
+    """Whether the record still holds what was counted: nothing of it was redacted."""
+    digest: bytes | None
+    """Hash of its text; None: the log has no text."""
+
+
+class LoggedPromptIndex:
+    """What the log tells of every prompt, by the key of the turn that asked it: 28 bytes for each row of its table."""
+
+    def __init__(self) -> None:
+        self._keys, self._counters, self._comparable = array("Q"), array("i"), array("b")
+        self._digests = bytearray()
+        self._names: dict[str, int] = {}
+
+    def add(self, traces: PromptTraces) -> None:
+        """Take in what is told of the next row of the log table."""
+        self._keys.append(traces.turn_key)
+        none = traces.counter is None
+        self._counters.append(-1 if none else self._names.setdefault(str(traces.counter), len(self._names)))
+        self._comparable.append(traces.comparable)
+        self._digests += traces.digest or bytes(_DIGEST_BYTES)
+
+    def prompts(self, asked: Sequence[TurnKeys], log: LogTable) -> Iterator[list[dict[str, Any]]]:
+        """Yield, for conversations with these turns, the `LoggedPrompt`s of each, as JSON objects."""
+        # Rows by their keys: those of one key stand together, the earliest request first.
+        keys_R, started_R = np.array(self._keys, dtype=np.uint64), np.array(log.started)
+        order_R = np.lexsort((np.nan_to_num(started_R, nan=-np.inf), keys_R))
+        sorted_R, names = keys_R[order_R], list(self._names)
+        for turns in asked:
+            found = []
+            bounds = zip(np.searchsorted(sorted_R, turns), np.searchsorted(sorted_R, turns, side="right"))
+            for turn, (start, stop) in enumerate(bounds):
+                rows = order_R[start:stop].tolist()
+                counts = Counter(
+                    (names[self._counters[row]], log.prompt_tokens[row] if self._comparable[row] else 0)
+                    for row in rows
+                    if self._counters[row] >= 0
+                )
+                digests = [self._digests[_DIGEST_BYTES * row : _DIGEST_BYTES * (row + 1)].hex() for row in rows[::-1]]
+                times = started_R[rows]
+                one = {
+                    "asked_at": None if np.isnan(times).all() else float(np.nanmax(times)),
+                    "counts": [[*pair, number] for pair, number in _most(counts)],
+                    "digests": sorted({digest for digest in digests if digest.strip("0")})[:_MOST_KEPT],
+                }
+                if any(value is not None and value != [] for value in one.values()):
+                    found.append({"turn": turn, **one})
+            yield found
+
+
+def _most(counts: "Counter[tuple[str, int]]") -> list[tuple[tuple[str, int], int]]:
+    """The most frequent pairs, in an order that the log's does not influence."""
+    return sorted(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_KEPT])
+
+
+@dataclass
+class _Comparison:
+    """Requests of one counter whose prompts are compared."""
+
+    compared: int = 0
+    differ: int = 0
+    least: int = 0
+    """Smallest number of tokens by which the logged ones are more (negative: fewer); `most`: the largest."""
+    most: int = 0
+    redacted: int = 0
+    """Number of requests of which something was redacted, so that their tokens are other ones."""
+    some: list[str] = field(default_factory=list)
+    """Figures and places of some that differ."""
+    tried: int = 0
+    restored: Counter[str] = field(default_factory=Counter)
+    """Settings that give the logged number, the first of each prompt alone, and for how many of those tried."""
+
+
+class PromptCheck:
+    """Compares the prompts that a tokenizer's template makes of a mix with what its log tells of them."""
+
+    def __init__(self, tokenizer: Any, conversations: Sequence[Conversation]) -> None:
+        """Find out, by a sample of all `conversations`, whose tokens each counter counts."""
+        self._tokenizer = tokenizer
+        self._last: tuple[str, dict[int, str], dict[int, list[int]]] = ("", {}, {})
+        self._sampled = {name: self._sample(name, some) for name, some in _by_counter(conversations).items()}
+        self._found = {name: _Comparison() for name in self._sampled}
+        self._counted: set[tuple[str, int]] = set()
+
+    def refusal(self, conversation: Conversation, turn: int) -> str | None:
+        """Why a turn is not asked: its prompt is not the logged one. None: it is, or nothing is logged of it.
+
+        A turn of which nothing is logged was asked in the history of a later one, and goes with that.
+        """
+        return self._checked(conversation)[0].get(turn)
+
+    def ids(self, conversation: Conversation, turn: Turn, answers: Sequence[str] = ()) -> list[int]:
+        """Prompt ids of a turn, as `chat_template.turn_ids` makes them; those of a comparison are not made again."""
+        known = None if turn.waits_for is not None else self._checked(conversation)[1].get(turn.index)
+        return known or ids_of_text(self._tokenizer, turn_text(self._tokenizer, conversation, turn, answers))
+
+    def lines(self, sampled: bool = False) -> list[str]:
+        """What the comparison found, a line for each counter. `sampled`: in the sample alone."""
+        return [
+            line
+            for name, found in (self._sampled if sampled else self._found).items()
+            if (line := self._line(name, found))
+        ]
+
+    def _checked(self, conversation: Conversation) -> tuple[dict[int, str], dict[int, list[int]]]:
+        """By turn: why it is not asked, and the ids of prompts that were compared; kept of the last conversation."""
+        if self._last[0] != conversation.id:
+            logged = {one.turn: one for one in conversation.logged_prompts if one.counts or one.digests}
+            refused, rendered, reason = dict[int, str](), dict[int, list[int]](), None
+            for turn in reversed(_whole_turns(conversation) if logged else []):
+                if turn.index in logged:
+                    reason = self._compared(conversation, turn, logged[turn.index], rendered)
+                if reason is not None:
+                    refused[turn.index] = reason
+            self._last = (conversation.id, refused, rendered)
+        return self._last[1:]
+
+    def _compared(
+        self, conversation: Conversation, turn: Turn, logged: LoggedPrompt, rendered: dict[int, list[int]]
+    ) -> str | None:
+        """Why a prompt is not the logged one. Its ids go into `rendered`; what a template refuses is told elsewhere."""
+        try:
+            text = turn_text(self._tokenizer, conversation, turn)
+            ids = rendered[turn.index] = ids_of_text(self._tokenizer, text)
+        except InputError:
+            return None
+        if logged.digests and prompt_digest(text) not in logged.digests:
+            return OTHER_PROMPT
+        counts = [one for one in logged.counts if not one.tokens or self._counts_our_tokens(one.counter)]
+        if (conversation.id, turn.index) not in self._counted:
+            self._counted.add((conversation.id, turn.index))
+            for one in counts:
+                _add(self._found[one.counter], one, len(ids), place(conversation, turn.index))
+        told = {one.tokens for one in counts if one.tokens}
+        return f"{OTHER_COUNT} ({len(ids)}, logged {_listed(told)})" if told and len(ids) not in told else None
+
+    def _counts_our_tokens(self, counter: str) -> bool:
+        """Whether at least half of a counter's sampled prompts have the logged number of tokens, as they are or under
+        some setting that the log may lack. Numbers of another tokenizer agree by chance alone."""
+        found = self._sampled[counter]
+        explained = float(found.compared - found.differ)
+        if found.tried:
+            explained += found.differ * found.restored.total() / found.tried
+        return found.compared > 0 and explained >= found.compared / 2
+
+    def _sample(self, counter: str, some: Sequence[tuple[Conversation, LoggedPrompt]]) -> _Comparison:
+        """Compare a sample of a counter's prompts, and try settings on those that differ."""
+        found = _Comparison()
+        for conversation, logged in some:
+            turn = _whole_turns(conversation)[logged.turn]
+            length, counts = self._length(conversation, turn), [one for one in logged.counts if one.counter == counter]
+            if length is None:
+                continue
+            for one in counts:
+                _add(found, one, length, place(conversation, turn.index))
+            told = {one.tokens for one in counts if one.tokens}
+            if length not in told and found.tried < _TRIED:
+                found.tried += 1
+                others = _settings(self._tokenizer, conversation, turn)
+                found.restored.update([setting for setting, other in others if self._length(*other) in told][:1])
+        return found
+
+    def _length(self, conversation: Conversation, turn: Turn) -> int | None:
+        try:
+            return len(ids_of_text(self._tokenizer, turn_text(self._tokenizer, conversation, turn)))
+        except InputError:
+            return None
+
+    def _line(self, name: str, found: _Comparison) -> str:
+        """What was found of a counter; empty: nothing to tell."""
+        title, sampled = f"prompt tokens of {name}", self._sampled[name]
+        more = f"; {found.redacted:,} not compared, as something in them was redacted" if found.redacted else ""
+        if sampled.compared and not self._counts_our_tokens(name):
+            least, most = sampled.least, sampled.most
+            return (
+                f"{title}: not compared: of {sampled.compared:,} requests {sampled.differ:,} have another number "
+                f"({'; '.join(sampled.some)}; {least:+,} to {most:+,} tokens), as of another tokenizer or template, or "
+                "where the log lacks a part of every prompt"
+            )
+        if not found.compared:
+            return f"{title}: none compared{more}" if more else ""
+        if not found.differ:
+            return f"{title}: all {found.compared:,} requests have the logged number{more}"
+        for setting, number in sampled.restored.most_common(_MOST_NAMED):
+            more += f"; with `{setting}` {number} of {sampled.tried} tried have the logged number"
+        if sampled.restored:
+            more += "; the log does not hold that, and `template_args` of a source sets it for all of its requests"
+        return (
+            f"{title}: {found.differ:,} of {found.compared:,} requests have another number than logged "
+            f"({'; '.join(found.some)}), and turns that were asked by such requests alone are left out{more}"
+        )
+
+
+def _add(found: _Comparison, logged: PromptCount, made: int, where: str) -> None:
+    """Count the requests of a prompt of `made` tokens of which the log tells one number."""
+    if not logged.tokens:
+        found.redacted += logged.requests
+        return
+    more = logged.tokens - made
+    found.least, found.most = (min(found.least, more), max(found.most, more)) if found.compared else (more, more)
+    found.compared += logged.requests
+    if more:
+        found.differ += logged.requests
+        if len(found.some) < _MOST_NAMED:
+            found.some.append(f"{made}, logged {logged.tokens}, at {where}")
+
+
+def _by_counter(conversations: Sequence[Conversation]) -> dict[str, list[tuple[Conversation, LoggedPrompt]]]:
+    """For each counter an even sample of the prompts that can be compared, by hash."""
+    found: dict[str, list[tuple[Conversation, LoggedPrompt]]] = {}
+    for conversation in conversations:
+        for logged in conversation.logged_prompts:
+            for one in logged.counts:
+                some = found.setdefault(one.counter, [])
+                if one.tokens and (not some or some[-1][1] is not logged):
+                    some.append((conversation, logged))
+    return {
+        name: sorted(some, key=lambda one: unit("compared prompts", one[0].id, str(one[1].turn)))[:_SAMPLED]
+        for name, some in sorted(found.items())
+    }
+
+
+def _settings(
+    tokenizer: Any, conversation: Conversation, turn: Turn
+) -> Iterator[tuple[str, tuple[Conversation, Turn]]]:
+    """Settings that a log may lack, as a recipe writes them, and the turn with each: arguments that the template reads
+    and the request does not set, and the end of the prompt."""
+    if turn.prompt_end == "after_answer":
+        yield "continue_final_message: true", (conversation, replace(turn, prompt_end="prefill"))
+    for name in _arguments(tokenizer.get_chat_template(None, conversation.tools)):
+        if name in conversation.template_args:
+            continue
+        for value in _EFFORTS if name == "reasoning_effort" else (False, True):
+            # vLLM switches thinking on or off by an effort.
+            implied = {"enable_thinking": value != "none"} if name == "reasoning_effort" else {}
+            arguments = implied | conversation.template_args | {name: value}
+            changed = conversation.model_copy(update={"template_args": arguments})
+            yield f"{name}: {str(value).lower()}", (changed, turn)
+
+
+def _arguments(template: str) -> list[str]:
+    """Names of the arguments that a template reads, beside those that every request fills."""
+    try:
+        tree = template_tree(template)
+        names = meta.find_undeclared_variables(tree)
+    except TemplateError:
+        return []
+    known = {*RESERVED_ARGS, *DEFAULT_NAMESPACE, "documents", "raise_exception", "strftime_now"}
+    return sorted(name for name in names - known if not name.endswith("_token"))
+
+
+def _whole_turns(conversation: Conversation) -> list[Turn]:
+    """Every turn of a conversation, those that are asked elsewhere too, in its logged context."""
+    ends = turn_ends(conversation)
+    last = len(ends) - 1
+    return [
+        Turn(conversation.messages[:end], i, None, True, conversation.prompt_end if i == last else "opened")
+        for i, end in enumerate(ends)
+    ]
+
+
+def place(conversation: Conversation, turn: int) -> str:
+    """Where a turn was logged, for messages: file and line where they are known."""
+    return f"{conversation.where or f'conversation {conversation.id}'}, turn {turn}"
+
+
+def _listed(numbers: "set[int]") -> str:
+    return " or ".join(map(str, sorted(numbers)))

@@ -1,0 +1,146 @@
+"""Prompts of a mix are compared with what its log tells of them: the number of their tokens, the hash of their text."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_level import byte_level_tokenizer
+from log_reading import write_lines
+
+from draftforge.data.chat_template import render, turn_text
+from draftforge.data.conversation import Conversation, Message, turns
+from draftforge.data.logged_prompts import OTHER_COUNT, OTHER_PROMPT, PromptCheck
+from draftforge.data.logs.parsing import prompt_digest
+from draftforge.data.mix import build_mix, load_mix
+from draftforge.data.settings import MixSettings
+
+TEMPLATE = """\
+{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ strftime_now('%Y') if dated }}\
+{% if add_generation_prompt %}<new>{% if enable_thinking is defined and not enable_thinking %}<no thoughts>{% endif %}\
+{% if effort_told %}{{ reasoning_effort }}{% endif %}{% endif %}"""
+START = 1_795_860_000.0
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    tokenizer = byte_level_tokenizer(["Hi there"], 262)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def length(tokenizer: Any) -> Callable[..., int]:
+    def count(messages: list[Json], **arguments: Any) -> int:
+        said = [Message(role=one["role"], content=one["content"]) for one in messages]
+        return len(render(tokenizer, said, template_args=arguments))
+
+    return count
+
+
+def say(*texts: str) -> list[Json]:
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def logged(model: str, messages: list[Json], tokens: int | None, at: float = 0.0, **more: Any) -> Json:
+    usage = {} if tokens is None else {"usage": {"prompt_tokens": tokens}}
+    answer = {"choices": [{"message": {"role": "assistant", "content": "Fine."}}], **usage}
+    return {"request": {"model": model, "messages": messages, **more}, "response": answer, "started": START + at}
+
+
+def mix_of(folder: Path, lines: list[Json]) -> dict[str, Conversation]:
+    """Conversations of a mix of these lines, by the text of their first message."""
+    fill = [logged("fill", say(f"word{i} word{i * 7} word{i * 13}"), None) for i in range(60)]
+    write_lines(folder / "log.jsonl", *map(json.dumps, [*lines, *fill]))
+    source = {"kind": "openai", "path": "log.jsonl", "domain": "d"}
+    build_mix(MixSettings.model_validate({"sources": [source], "near_threshold": 1.0}), folder, folder / "mix")
+    return {
+        one.messages[0].text: one for one in load_mix(folder / "mix") if not one.messages[0].text.startswith("word")
+    }
+
+
+def test_what_a_log_lost_shows_by_the_number_of_tokens(
+    tmp_path: Path, tokenizer: Any, length: Callable[..., int]
+) -> None:
+    texts = [f"question {i} of {'many ' * (i % 7)}words" for i in range(40)]
+    lost, redacted = {"enable_thinking": False}, "write to ann@example.org"
+    lines = [
+        *(logged("same", say(f"same {text}"), length(say(f"same {text}"))) for text in texts),
+        *(
+            logged("lost", say(f"lost {text}"), length(say(f"lost {text}"), **(lost if i % 4 == 0 else {})))
+            for i, text in enumerate(texts)
+        ),
+        # Its server switched thoughts off by default.
+        *(logged("off", say(f"off {text}"), length(say(f"off {text}"), **lost)) for text in texts),
+        *(logged("other", say(f"other {text}"), 7 + len(text.split())) for text in texts),
+        # Streamed answers are counted by another one than those of the same model that are not.
+        *(logged("same", say(f"streamed {text}"), 7 + len(text.split()), stream=True) for text in texts),
+        logged("same", say(redacted), length(say(redacted))),
+        # The same question with and without the lost setting: as one of them asked it.
+        *(logged("lost", say("both"), length(say("both"), **given)) for given in (lost, {}, {})),
+    ]
+    mix = mix_of(tmp_path, lines)
+    check = PromptCheck(tokenizer, list(mix.values()))
+    refused = {text: reason for text, one in mix.items() if (reason := check.refusal(one, 0)) is not None}
+    assert set(refused) == {f"lost {text}" for text in texts[::4]} | {f"off {text}" for text in texts}
+    first = say("lost " + texts[0])
+    assert refused[first[0]["content"]] == f"{OTHER_COUNT} ({length(first)}, logged {length(first, **lost)})"
+    # What is asked has the ids that it has without any log.
+    (turn,) = turns(mix["both"])
+    assert check.ids(mix["both"], turn) == render(tokenizer, [Message(role="user", content="both")])
+    told = {line.split(":")[0].removeprefix("prompt tokens of openai, model "): line for line in check.lines()}
+    assert set(told) == {"same", "lost", "off", "other", "same, streamed"}
+    assert told["same"].endswith(
+        "all 40 requests have the logged number; 1 not compared, as something in them was redacted"
+    )
+    assert "11 of 43 requests have another number than logged (" in told["lost"]
+    assert "; with `enable_thinking: false` 10 of 10 tried have the logged number; the log does not" in told["lost"]
+    assert "with `enable_thinking: false` 40 of 40 tried" in told["off"]
+    for name, begin in (("other", "other"), ("same, streamed", "streamed")):
+        apart = [7 + len(text.split()) - length(say(f"{begin} {text}")) for text in texts]
+        least, most = min(apart), max(apart)
+        assert ": not compared: of 40 requests 40 have another number (" in told[name] and "at log.jsonl:" in told[name]
+        assert f"; {least:+} to {most:+} tokens), as of another tokenizer or template, or where the" in told[name]
+
+
+def test_each_turn_of_a_thread_has_the_time_and_the_prompt_of_its_own_request(
+    tmp_path: Path, tokenizer: Any, length: Callable[..., int]
+) -> None:
+    threads = {name: say(name, "one", "two", "three", "four") for name in ("whole", "first", "last", "alone")}
+    wrong = {"whole": (), "first": (1,), "last": (5,), "alone": (5,)}
+    lines = [
+        logged("m", messages[:size], length(messages[:size]) + (size in wrong[name]), at=size * 86400.0)
+        for name, messages in threads.items()
+        for size in ((5,) if name == "alone" else (1, 3, 5))
+    ]
+    lines += [logged("m", say(f"filler {i}"), length(say(f"filler {i}"))) for i in range(20)]
+    lines.append(logged("m", say("whole"), length(say("whole")), at=2 * 86400.0))  # asked again a day later
+    mix = mix_of(tmp_path, lines)
+    check = PromptCheck(tokenizer, list(mix.values()))
+    asked = {name: [turn for turn in range(3) if check.refusal(mix[name], turn) is None] for name in threads}
+    # What was asked in the history of a request alone goes with that.
+    assert asked == {"whole": [0, 1, 2], "first": [1, 2], "last": [0, 1], "alone": []}
+    days = {name: [(mix[name].time_of(turn) or 0.0) - START for turn in range(3)] for name in ("whole", "alone")}
+    assert days == {"whole": [2 * 86400.0, 3 * 86400.0, 5 * 86400.0], "alone": [5 * 86400.0] * 3}
+
+
+def test_each_prompt_whose_text_is_logged_is_compared_with_it(tokenizer: Any) -> None:
+    said = [Message(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(("a", "b", "c"))]
+    form: Json = {"domain": "d", "cluster": "k", "split": "train", "messages": said}
+    plain = Conversation(id="plain", **form)
+    texts = [turn_text(tokenizer, plain, turn) for turn in turns(plain)]
+    for told, refused in (
+        ({}, set()),
+        ({0: texts[0], 1: texts[1]}, set()),
+        ({0: texts[0], 1: texts[1] + "\n"}, {1}),
+        ({0: "<bos>" + texts[0] + "\n"}, {0}),
+        ({1: texts[1] + "\n"}, {0, 1}),
+        ({1: "<bos>" + texts[1]}, set()),
+    ):
+        prompts = [{"turn": turn, "digests": [prompt_digest(text)]} for turn, text in told.items()]
+        one = Conversation.model_validate({"id": "one", **form, "logged_prompts": prompts})
+        check = PromptCheck(tokenizer, [one])
+        found = {turn: reason for turn in (0, 1) if (reason := check.refusal(one, turn)) is not None}
+        assert found == dict.fromkeys(refused, OTHER_PROMPT), told
