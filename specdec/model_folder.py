@@ -152,10 +152,12 @@ def _stored(paths: list[Path]) -> tuple[int, int]:
 def _growing_at_most(tensors: int, elements: int, where: str, stored: int) -> Iterator[None]:
     """Inside, raise FormatError as soon as the modules that are made have more parameters than these."""
     made = [0, 0]
+    seen: dict[int, nn.Parameter] = {}  # a tied parameter is registered once more, and takes no room again
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is None or not parameter.is_meta:
+        if parameter is None or not parameter.is_meta or id(parameter) in seen:
             return
+        seen[id(parameter)] = parameter
         made[0], made[1] = made[0] + 1, made[1] + parameter.numel()
         if made[0] > tensors or made[1] > elements:
             raise FormatError(

@@ -14,7 +14,7 @@ from forked import run
 from limited import under_limits
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftforge.errors import DraftforgeError, FormatError
 from draftforge.specdec.formats.gguf.file import read_gguf
@@ -140,6 +140,19 @@ def _terabytes(folder: str) -> None:
         with pytest.raises(FormatError, match=said) as caught:
             Target.load(TargetSettings(model=folder, device="cpu"))
         assert "\n" not in str(caught.value)
+
+
+def test_tied_embeddings_count_once_however_often_they_are_registered(tmp_path: Path) -> None:
+    config = LlamaConfig(  # embeddings are nearly all of it, as in a small draft of a small target
+        vocab_size=2**15,
+        hidden_size=64,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    check_size(tmp_path, "draft")
 
 
 def test_an_adapter_of_a_rank_that_no_tensor_has_is_refused(tiny_target_folder: Path, tmp_path: Path) -> None:
