@@ -102,16 +102,28 @@ def measure_costs(
     prompts: Sequence[list[int]],
     settings: ScoreSettings,
     grid: Grid | None = None,
+    reached: Callable[[float], None] = lambda share: None,
 ) -> CostTable:
     """Decode the prompts plainly and with each config of the specs, interleaved: at batch 1, or over a grid.
 
-    Raises InputError without prompts, or where the rounds do not fit the target's context.
+    `reached` is told which share of the rounds is timed. Raises InputError without prompts, or where the rounds do not
+    fit the target's context.
     """
     if not any(prompts):
         raise InputError("no prompts: times are measured on at least one")
     if grid is None:
-        return CostTable(key=key, points=_batch_one(target, specs, prompts, settings))
-    return _over_grid(key, target, specs, prompts, settings, grid)
+        return CostTable(key=key, points=_batch_one(target, specs, prompts, settings, reached))
+    return _over_grid(key, target, specs, prompts, settings, grid, reached)
+
+
+def rounds_to_time(specs: Sequence[ProposerSpec], prompts: int, settings: ScoreSettings, grid: Grid | None) -> int:
+    """Rounds that `measure_costs` makes with so many prompts, with its warm-up and without prompts read alone."""
+    asked = settings.costs
+    if grid is None:
+        ways, runs = sum(len(spec.configs) for spec in specs), min(prompts, asked.prompts) + 1
+    else:
+        ways, runs = sum(len(_least_middle_largest(spec)) for spec in specs), _runs(grid, asked.prompts)
+    return (1 + ways) * runs * asked.rounds
 
 
 class _Decoder(NamedTuple):
@@ -142,7 +154,11 @@ def _decoders(
 
 
 def _batch_one(
-    target: CausalModel, specs: Sequence[ProposerSpec], prompts: Sequence[list[int]], settings: ScoreSettings
+    target: CausalModel,
+    specs: Sequence[ProposerSpec],
+    prompts: Sequence[list[int]],
+    settings: ScoreSettings,
+    reached: Callable[[float], None],
 ) -> list[MeasuredRound]:
     # 1) The longest prompts that leave room for the answers within the target's context.
     asked = settings.costs
@@ -156,11 +172,12 @@ def _batch_one(
         # Allocations, kernel choices and clocks settle before anything counts.
         interleaved_rounds(target, decoders, prompts[:1], settings.sampling[0], asked.rounds)
         advance(note="warm-up")
-        for prompt in prompts:
+        for done, prompt in enumerate(prompts, start=2):
             timed = interleaved_rounds(target, decoders, [prompt], settings.sampling[0], asked.rounds)
             for config, seconds in timed.items():
                 rounds[config] += seconds[asked.warmup_rounds :]
             advance()
+            reached(done / (len(prompts) + 1))
     # 3) Rows at the mean context of the timed rounds.
     context = statistics.fmean(map(len, prompts)) + asked.rounds / 2
     return _points(decoders, rounds, 1, context)
@@ -173,22 +190,25 @@ def _over_grid(
     prompts: Sequence[list[int]],
     settings: ScoreSettings,
     grid: Grid,
+    reached: Callable[[float], None],
 ) -> CostTable:
     text = [token for prompt in prompts for token in prompt]
     decoders = _decoders(specs, settings, _least_middle_largest)
     points: list[MeasuredRound] = []
-    memory = 0, 0.0
+    memory, done = (0, 0.0), _runs_at(1, settings.costs.prompts)
     with bar("measure times", len(grid.places) + len(grid.prompts) + 1, "points") as advance:
         # 1) allocations, kernel choices and clocks settle
         _rounds_at(target, decoders, text, 1, grid.context, settings)
         advance(note="warm-up")
         # 2) rounds of every decoder at every place; the draft's memory at the largest
         for size, context in grid.places:
+            done += _runs_at(size, settings.costs.prompts)
             rounds = _rounds_at(target, decoders, text, size, context, settings)
             points += _points(decoders, rounds, size, context, f", batch {size}, context {context}")
             if (size, context) == grid.places[0]:
                 memory = _draft_memory(target, decoders[1], size, context, settings.costs.rounds)
             advance(note=f"batch {size}, context {context}")
+            reached(done / _runs(grid, settings.costs.prompts))
         # 3) prompts read alone
         read = _read_prompts(target, decoders[1], text, grid.prompts, settings.sampling[0], advance)
     return CostTable(key=key, points=points, prompt_points=read, draft_bytes=memory[0], cache_bytes_per_token=memory[1])
@@ -307,14 +327,14 @@ def _rounds_at(
 ) -> Rounds:
     """Timed rounds of every decoder at one batch size and context.
 
-    Small batches take several runs, so that every batch size sees about as many prompts. Raises DeviceMemoryError.
+    Raises DeviceMemoryError.
     """
     # The first rounds of each run are dropped: kernels are chosen and caches grow in them.
     asked = settings.costs
     rounds: Rounds = {decoder.config: [] for decoder in decoders}
     length = max(context - asked.rounds // 2, 1)  # so that the rounds' mean context is the one asked for
     try:
-        for _ in range(max(asked.prompts // size, 1)):
+        for _ in range(_runs_at(size, asked.prompts)):
             prompts = _cut_prompts(text, size, length)
             timed = interleaved_rounds(target, decoders, prompts, settings.sampling[0], asked.rounds)
             for config, seconds in timed.items():
@@ -324,6 +344,16 @@ def _rounds_at(
             f"score.load: batch {size} at context {context} does not fit the device's memory; state a smaller one"
         ) from None
     return rounds
+
+
+def _runs_at(size: int, prompts: int) -> int:
+    """Runs at one batch size, so that each size sees about as many prompts."""
+    return max(prompts // size, 1)
+
+
+def _runs(grid: Grid, prompts: int) -> int:
+    """Runs over a grid, with those at batch size 1 that warm up."""
+    return _runs_at(1, prompts) + sum(_runs_at(size, prompts) for size, _ in grid.places)
 
 
 def _cut_prompts(text: Sequence[int], count: int, length: int) -> list[list[int]]:

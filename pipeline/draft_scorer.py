@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from ..data.store import Capture, Sample
-from ..eval.cost_measurement import Grid, costs_file, measure_costs, most_context
+from ..eval.cost_measurement import Grid, costs_file, measure_costs, most_context, rounds_to_time
 from ..eval.cost_table import CostTable, cached_costs, cost_key, table_for
 from ..eval.counts import Method
 from ..eval.draft_configs import ProposerSpec
@@ -19,6 +19,7 @@ from ..eval.target_pass_cache import TargetPassCache
 from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.proposers.tree_settings import MeasuredTree, StaticTree, Tree, TreeSettings
 from ..specdec.stored_draft import StoredDraft
+from .estimates import Work, conditions_of, estimated
 from .stages import Stage
 from .workspace import Workspace, require_whole
 
@@ -124,9 +125,16 @@ class Scorer:
             grid = Grid.around(load, most_context(target.max_positions, deepest, settings.costs.rounds))
 
         # 2) Measure, or read what another checkpoint or process of the same shape has measured.
+        def to_time() -> Work:
+            rounds = rounds_to_time(specs, len(self.samples), settings, grid)
+            asked = [settings.costs.model_dump(mode="json"), settings.sampling[0].model_dump(), grid]
+            how = conditions_of(self._space, target.device, target.settings.model, *asked)
+            return Work(rounds, "rounds", how)
+
         def measure() -> CostTable:
             prompts = [sample.prompt_ids for sample in self.samples]
-            return measure_costs(key, target, specs, prompts, settings, grid)
+            with estimated(self._space, "times", to_time, path) as reached:
+                return measure_costs(key, target, specs, prompts, settings, grid, reached)
 
         path = self._space.root / "costs" / costs_file(key, grid)
         return cached_costs(path, key, measure, settings.costs.wait_seconds)

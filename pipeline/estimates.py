@@ -40,23 +40,34 @@ class Needs(NamedTuple):
     bytes: float
 
     def __str__(self) -> str:
-        return f"{duration_text(self.seconds)} and {storage.size_text(self.bytes)} on disk"
+        return duration_text(self.seconds) + (f" and {storage.size_text(self.bytes)} on disk" if self.bytes else "")
 
 
 class StageEstimate:
-    """Estimate of one stage, which writes into `folder`; `root` is the work folder."""
+    """Estimate of one stage, which writes into `folder`; `root` is the work folder.
+
+    `like`: a stage that tells the pace where there has been none of its own kind.
+    """
 
     def __init__(
-        self, root: Path, stage: str, work: Work, folder: Path, clock: Callable[[], float] = time.monotonic
+        self,
+        root: Path,
+        stage: str,
+        work: Work,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+        like: str = "",
     ) -> None:
         self._root, self._stage, self._work, self._folder, self._clock = root, stage, work, folder, clock
+        self._like = like
         self._start, self._before = clock(), size_on_disk(folder)
         self.needs: Needs | None = None
         """What it is expected to take; None: not known yet."""
 
     def begin(self) -> None:
         """Say what the stage will take by the last one of its kind, if there is one."""
-        last = self._known().get(self._stage, {})
+        known = self._known()
+        last = known.get(self._stage) or known.get(self._like, {})
         if last.get("conditions") != self._work.conditions or last.get("unit") != self._work.unit:
             return
         # Numbers of a damaged or foreign record tell nothing.
@@ -84,9 +95,9 @@ class StageEstimate:
 
     def _expect(self, needs: Needs, why: str) -> None:
         self.needs = needs
-        free = storage.size_text(storage.free_bytes(self._root))
+        free = f" ({storage.size_text(storage.free_bytes(self._root))} free)" if needs.bytes else ""
         work = f"{self._work.amount:,.0f} {self._work.unit}"
-        say(f"{self._stage}: {work}, estimated {needs} ({free} free), by {why}")
+        say(f"{self._stage}: {work}, estimated {needs}{free}, by {why}")
 
     def _known(self) -> dict[str, dict[str, Any]]:
         """What earlier stages took, by name. A damaged file is said, and begun anew."""
@@ -102,9 +113,11 @@ class StageEstimate:
 
 @contextmanager
 def estimated(
-    space: Workspace, stage: str, work: Callable[[], Work], folder: Path
+    space: Workspace, stage: str, work: Callable[[], Work], folder: Path, like: str = ""
 ) -> Iterator[Callable[[float], None]]:
     """Estimate around the body, which does the work and calls what is yielded with the share that is done.
+
+    `like`: a stage whose pace is taken where none of this kind is known.
 
     Only the first rank estimates, for all of them. A body that fails tells nothing of the pace.
     """
@@ -112,7 +125,7 @@ def estimated(
     if todo is None or not todo.amount:
         yield lambda share: None
         return
-    estimate = StageEstimate(space.root, stage, todo, folder)
+    estimate = StageEstimate(space.root, stage, todo, folder, like=like)
     estimate.begin()
     yield estimate.reached
     estimate.end()

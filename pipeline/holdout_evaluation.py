@@ -15,7 +15,7 @@ from ..eval.acceptance import Estimate, tau, tau_difference
 from ..eval.draft_configs import DraftConfig, ProposerSpec
 from ..eval.leaderboard import Row, Times, at_config, domain_rows, leaderboard, plain_row, serving, speedup_difference
 from ..eval.report.page import holdout_record
-from ..eval.score import Identity
+from ..eval.score import Identity, scored_samples
 from ..eval.settings import ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
 from ..registry.gate import Baseline, DomainFigures, Evidence, Figures, Interval
@@ -26,7 +26,8 @@ from ..specdec.proposers.tree_settings import tree_identity
 from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from .draft_scorer import Scorer
-from .scoring import Scored
+from .estimates import Work, estimated
+from .scoring import Scored, score_work
 from .workspace import Workspace
 
 CANDIDATE, CHAMPION, START, HEIR = "candidate", "champion", "start", "heir"
@@ -79,23 +80,37 @@ def measure_holdout(
     space: Workspace, scorer: Scorer, scored: Scored, version: Version, current: Version | None
 ) -> Measured:
     """Measure a registered candidate and what it is compared with. `current`: the champion of this target."""
-    # 1) The candidate and prompt lookup.
-    candidate = measure_version(space, scorer, version, CANDIDATE)
-    lookup = _measure_lookup(scorer, next(row.config for row in scored.rows if row.draft == LOOKUP))
-    # 2) The champion. Lost files of it must not block a better draft.
-    rival, lost = None, None
-    if current is not None:
-        try:
-            rival = measure_version(space, scorer, current, CHAMPION)
-        except LostFilesError as error:
-            lost = str(error)
-    # 3) The start of an heir, at what is best for it on the selection split.
-    measured, start, row = Measured(candidate, lookup, rival, lost), scored.start, scored.start_row
+    # 1) What there is to measure: the start of an heir only where it is not the champion itself.
+    start, row, settings = scored.start, scored.start_row, scorer.settings
     champion_itself = current is not None and start is not None and start.version.reference == current.reference
-    if start is None or row is None or scored.chosen.start or champion_itself:
-        return measured
-    identity, plan = Identity(START, start.version.lineage.step), scored.plan(row, scorer.settings)
-    return replace(measured, start=_measure(scorer, scorer.load(start.folder), plan, identity))
+    if row is None or scored.chosen.start or champion_itself:
+        start = None
+    drafts = 2 + (current is not None) + (start is not None)
+
+    def answers_to_count() -> Work:
+        return score_work(space, drafts * len(scored_samples(scorer.samples, settings)))
+
+    like = "" if settings.race is not None else "score"  # a race counts less than all answers
+    with estimated(space, "holdout", answers_to_count, scored.stage.folder, like) as reached:
+        # 2) The candidate and prompt lookup.
+        candidate = measure_version(space, scorer, version, CANDIDATE)
+        reached(1 / drafts)
+        lookup = _measure_lookup(scorer, next(row.config for row in scored.rows if row.draft == LOOKUP))
+        reached(2 / drafts)
+        # 3) The champion. Lost files of it must not block a better draft.
+        rival, lost = None, None
+        if current is not None:
+            try:
+                rival = measure_version(space, scorer, current, CHAMPION)
+            except LostFilesError as error:
+                lost = str(error)
+            reached(3 / drafts)
+        # 4) The start of an heir, at what is best for it on the selection split.
+        measured = Measured(candidate, lookup, rival, lost)
+        if start is not None and row is not None:
+            identity, plan = Identity(START, start.version.lineage.step), scored.plan(row, settings)
+            measured = replace(measured, start=_measure(scorer, scorer.load(start.folder), plan, identity))
+    return measured
 
 
 def measure_version(space: Workspace, scorer: Scorer, version: Version, name: str) -> HoldoutScore:

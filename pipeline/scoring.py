@@ -257,9 +257,7 @@ def _score(
 
     def answers_to_count() -> Work:
         missing = [one for one in entries if not counter.is_done(ScoringJob(one, entries[one], trees[one]))]
-        kept = settings.model_dump(mode="json", exclude={"costs", "load", "sampling"})
-        how = conditions_of(space, space.target.device, space.recipe.target.model, kept)
-        return Work(len(missing) * counter.answers, "answers of drafts", how)
+        return score_work(space, len(missing) * counter.answers)
 
     # 3) Replay and decode: what is not on disk, shared by all ranks; everything, or as a race.
     def count(checkpoints: Iterable[Checkpoint], block: int | None = None, rest: bool = False) -> None:
@@ -311,6 +309,13 @@ def _score(
     storage.write_json(stage.folder / SCORES_FILE, origin | record)
     _show(scored, settings, by_config(configs, scored.chosen))
     return scored
+
+
+def score_work(space: Workspace, answers: int) -> Work:
+    """Work of counting so many answers, summed over drafts."""
+    kept = space.recipe.score.model_dump(mode="json", exclude={"costs", "load", "sampling"})
+    how = conditions_of(space, space.target.device, space.recipe.target.model, kept)
+    return Work(answers, "answers of drafts", how)
 
 
 def _race(

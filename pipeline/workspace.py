@@ -10,7 +10,7 @@ skip-<12 hex>/        what sets of skipped layers were worth on some answers; sk
 bench-<12 hex>/       a benchmark on prompts of one's own
 exports/              drafts as they are registered
 staleness.json        the last look at the champion
-estimates.json        what the last capture, trainings and score took, for the estimates of the next ones
+estimates.json        what the last of each long stage took, for the estimates of the next ones
 costs/                measured times, shared by all checkpoints of a shape
 models/               what came from the registry
 hooks/                what the operator's command was told after promotions and rollbacks

@@ -11,7 +11,7 @@ import torch
 
 from draftforge.errors import DeviceMemoryError, InputError
 from draftforge.eval import cost_measurement
-from draftforge.eval.cost_measurement import Grid, costs_file, measure_costs, most_context
+from draftforge.eval.cost_measurement import Grid, costs_file, measure_costs, most_context, rounds_to_time
 from draftforge.eval.cost_model import CostFit
 from draftforge.eval.cost_table import CostKey, CostTable, cached_costs, cost_key
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
@@ -69,7 +69,12 @@ def measure(target: CausalModel, monkeypatch: pytest.MonkeyPatch, decoder: FakeD
     monkeypatch.setattr(cost_measurement, "RoundTimer", FakeTimer)
     rounds = len(decoder.by_K[0])
     known = ScoreSettings(costs=CostSettings(**{"rounds": rounds, "prompts": 1, "warmup_rounds": 0, **settings}))
-    return measure_costs(key_of(target, "lookup", lookup(2)), target, lookup(2), [[1, 2], [3] * 4, [4]], known)
+    prompts, shares = [[1, 2], [3] * 4, [4]], list[float]()
+    found = measure_costs(key_of(target, "lookup", lookup(2)), target, lookup(2), prompts, known, reached=shares.append)
+    runs = 1 + known.costs.prompts  # one warms up
+    assert shares == [done / runs for done in range(2, runs + 1)]
+    assert rounds_to_time(lookup(2), len(prompts), known, None) == 2 * runs * rounds
+    return found
 
 
 def test_times_leave_out_warm_up_and_clipped_rounds(target: CausalModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +163,9 @@ def test_the_grid_is_a_cross() -> None:
 
 
 @pytest.mark.slow
-def test_real_rounds_and_prompts_are_fitted(target: CausalModel, tmp_path: Path) -> None:
+def test_real_rounds_and_prompts_are_fitted(
+    target: CausalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draft, tree = stand_ins.near_copy(target), StaticTree(kind="static", widths=[3, 2])
     specs = [
         ProposerSpec(partial(make_proposer, draft, target), (1, 2, 4)),
@@ -166,7 +173,16 @@ def test_real_rounds_and_prompts_are_fitted(target: CausalModel, tmp_path: Path)
     ]
     grid = Grid.around(LOAD, most_context(target.max_positions, 4, 6))
     key = key_of(target, draft, specs)
-    table = measure_costs(key, target, specs, stand_ins.prompts(2), SETTINGS, grid)
+    timed, inner, shares = list[int](), cost_measurement.interleaved_rounds, list[float]()
+
+    def counted(target: Any, decoders: Any, prompts: Any, sampling: Any, rounds: int) -> Any:
+        timed.append(len(decoders) * rounds)
+        return inner(target, decoders, prompts, sampling, rounds)
+
+    monkeypatch.setattr(cost_measurement, "interleaved_rounds", counted)
+    table = measure_costs(key, target, specs, stand_ins.prompts(2), SETTINGS, grid, shares.append)
+    assert sum(timed) == rounds_to_time(specs, 2, SETTINGS, grid)
+    assert shares == sorted(shares) and len(shares) == len(grid.places) and shares[-1] == 1
     fit = CostFit(table)
     assert fit.batch_sizes == [1, 2, 3] and {point.context_tokens for point in table.points} == {24, 48, 96}
     assert [point.tokens for point in table.prompt_points] == [16, 32, 64]

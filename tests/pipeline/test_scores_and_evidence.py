@@ -93,7 +93,7 @@ def test_names_with_dots_keep_their_counts_apart(write_recipe: WriteRecipe, monk
 
 
 LOOKUP_ROW = SimpleNamespace(draft="lookup", config=DraftConfig(1), baseline=True)
-SCORED: Any = SimpleNamespace(rows=[LOOKUP_ROW], start=None, start_row=None)
+SCORED: Any = SimpleNamespace(rows=[LOOKUP_ROW], start=None, start_row=None, stage=Stage(Path("none"), "s"))
 """What the selection split says of prompt lookup."""
 
 
