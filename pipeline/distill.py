@@ -73,7 +73,7 @@ def capture(
     stages = Stages(space)
     with space.alone():
         check_capture(stages)
-        check_training(stages, space.drafts)
+        check_training(stages, space.drafts, begun_only=True)
         mix_stage(stages)
         if parts and space.first_rank:
             join_stage(stages, parts)

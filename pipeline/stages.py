@@ -44,6 +44,7 @@ from ..train.checkpoints import claim, is_finished, list_steps, newest, step_fol
 from ..train.families import check_teacher_signals, family_of
 from ..train.families.initial_draft import INIT, load_start, store_initial_draft
 from ..train.loop import check_engine, train
+from ..train.memory_estimate import DiskFootprint
 from ..train.settings import Settings
 from ..train.throughput import MetricSink
 from .estimates import Work, conditions_of, estimated
@@ -244,12 +245,14 @@ def check_capture(stages: Stages) -> None:
             ReusableAnswers(settings.answers, target.fingerprint)
 
 
-def check_training(stages: Stages, names: Collection[str]) -> None:
-    """Check, before the mix is built, what the training of these drafts needs beside answers: engine, start, target.
+def check_training(stages: Stages, names: Collection[str], begun_only: bool = False) -> None:
+    """Check, before the mix is built, what the training of these drafts needs beside answers: engine, start, target,
+    and disk, unless another machine trains what is `begun_only` here.
 
     Raises what the stage itself would raise, about `drafts.NAME`. A training that is finished needs nothing.
     """
-    space = stages.space
+    # 1) Each training by itself.
+    space, kept, written = stages.space, 0, [0]
     for name in names:
         settings, folder = space.drafts[name], stages.training(name).folder
         if is_finished(folder, settings.steps):
@@ -257,8 +260,15 @@ def check_training(stages: Stages, names: Collection[str]) -> None:
         with _naming(name):
             check_engine(settings)
             check_teacher_signals(settings, not space.recipe.capture.top_k)
-            if space.first_rank and not (folder / INIT).is_dir():
-                _check_start(stages, settings)
+            if not space.first_rank or (folder / INIT).is_dir():
+                continue
+            footprint = _check_start(stages, settings)
+        if footprint is not None and not begun_only:
+            written.append(footprint.checkpoint)
+            kept += footprint.draft + footprint.bytes_to_write(settings, 0) - footprint.checkpoint
+    # 2) The disk for what all of them keep, and for the checkpoint that one of them writes.
+    advice = f"all trainings together ({', '.join(names)}); free some, raise score_every or lower keep_best"
+    storage.require_free_space(space.root, kept + max(written), advice)
 
 
 def capture_stage(stages: Stages, part: Part | None = None) -> Stage:
@@ -384,20 +394,24 @@ def checkpoints_of(stage: Stage) -> dict[int, Path]:
     return {step: step_folder(stage.folder, step) for step in list_steps(stage.folder)}
 
 
-def _check_start(stages: Stages, settings: Settings) -> None:
-    """Check that a draft can be made of the target, or that the draft which it starts from fits.
+def _check_start(stages: Stages, settings: Settings) -> DiskFootprint | None:
+    """Check that a draft can be made of the target, or that the draft which it starts from fits; what it takes on disk.
 
-    Without the target, as its files are gone, the stage finds out itself what it can do.
+    Without the target, as its files are gone, the stage finds out itself what it can do: None.
     """
-    space, captured = stages.space, stages.captured.folder
+    space, captured, family = stages.space, stages.captured.folder, family_of(settings)
+    # 1) The draft.
     if settings.init_from is not None and (captured / CAPTURE_MANIFEST).is_file():
-        load_start(settings, settings.init_from, Capture.open(captured, verify=False))
+        draft = load_start(settings, settings.init_from, Capture.open(captured, verify=False)).draft
     elif not space.target_files:
-        return
+        return None
     elif settings.init_from is not None:
-        load_start(settings, settings.init_from, space.target)
+        draft = load_start(settings, settings.init_from, space.target).draft
     else:
-        family_of(settings).check(settings, lambda: space.target)
+        draft = family.check(settings, lambda: space.target)
+    # 2) What is saved of it.
+    family.freeze(draft, settings)
+    return DiskFootprint.expected(draft, family.beside(settings, lambda: space.target))
 
 
 @contextmanager

@@ -6,17 +6,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from ..data.batches import BatchPlan, OptimizerStep
 from ..data.store import Sample
 from ..errors import DeviceMemoryError, one_line
-from .families.base import Family
+from .families.base import Family, bytes_of
 from .settings import Settings
 
 
 @dataclass(frozen=True)
 class DiskFootprint:
-    """Bytes on disk of one checkpoint, and what they are of; measured before an engine shards the family."""
+    """Bytes on disk of one checkpoint, and what they are of."""
 
     draft: int
     """Draft folder as it is served."""
@@ -25,7 +26,17 @@ class DiskFootprint:
 
     @classmethod
     def from_family(cls, family: Family) -> "DiskFootprint":
+        """Of a training as it begins, before an engine shards it."""
         return cls(family.saved_bytes(), sum(parameter.numel() for parameter in family.trainable().values()))
+
+    @classmethod
+    def expected(cls, draft: nn.Module, beside: nn.Module | None) -> "DiskFootprint":
+        """Of a training that is still to begin: of a draft that is frozen as it will be, and what stands beside it."""
+        own, others = list(draft.parameters()), [] if beside is None else list(beside.parameters())
+        trained = [one for one in [*own, *others] if one.requires_grad]
+        # Adapters beside the draft are merged into what is saved.
+        saved = [*own, *(one for one in others if not one.requires_grad)]
+        return cls(bytes_of(saved), sum(one.numel() for one in trained))
 
     @property
     def trainer(self) -> int:

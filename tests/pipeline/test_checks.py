@@ -149,6 +149,15 @@ def test_a_full_disk_is_found_out_before_the_mix(
     assert not list(recipe.workdir.glob("mix-*"))
 
 
+@pytest.mark.parametrize("verb", ["train", "distill", "promote"])
+def test_a_disk_too_small_for_all_trainings_is_found_out_before_the_mix(verb: str, write_recipe: WriteRecipe) -> None:
+    steps = ["drafts.small.steps=1000000000", "drafts.small.score_every=1"]
+    recipe = load_recipe(write_recipe(), steps)
+    with pytest.raises(DiskFullError, match=r"too little; all trainings together \(small, eagle3\); free some, raise"):
+        ALL[verb](recipe)
+    assert not list(recipe.workdir.glob("mix-*"))
+
+
 def test_a_given_draft_that_does_not_fit_is_found_out_before_the_mix(
     write_recipe: WriteRecipe, folders: dict[str, str]
 ) -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from trainings import (
     CPU,
     DFLASH,
+    EAGLE3,
+    FAMILIES,
     FIGURES,
     LORA,
     MEDUSA,
@@ -30,6 +32,8 @@ from draftforge.errors import (
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats.checkpoint import load_draft
 from draftforge.train import checkpoints, loop
+from draftforge.train.families import build, family_of
+from draftforge.train.families.initial_draft import store_initial_draft
 from draftforge.train.families.medusa import Backbone
 from draftforge.train.families.small import SmallFamily
 from draftforge.train.loop import train
@@ -222,6 +226,27 @@ def test_space_is_asked_for_all_heads_and_for_the_changed_target(
     train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, recorder)
     written = sum(file.stat().st_size for file in (tmp_path / "t" / "checkpoints").rglob("*.safetensors"))
     assert needed[-1] == pytest.approx(written, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *FAMILIES,
+        pytest.param(MEDUSA.model_copy(update={"train_heads": False}), id="frozen-heads"),
+        pytest.param(EAGLE3.model_copy(update={"train_head": True, "train_embeddings": True}), id="own-tables"),
+        pytest.param(DFLASH.model_copy(update={"draft_vocabulary": 200}), id="reduced"),
+    ],
+)
+def test_space_is_known_before_there_are_answers(
+    settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path
+) -> None:
+    family = family_of(settings)
+    draft, beside = family.check(settings, load_tiny_target), family.beside(settings, load_tiny_target)
+    family.freeze(draft, settings)
+    before = DiskFootprint.expected(draft, beside)
+    init = store_initial_draft(settings, 0, tiny_capture, tmp_path, load_tiny_target)
+    begun = DiskFootprint.from_family(build(settings, init, load_tiny_target, tiny_capture, CPU))
+    assert before.parameters == begun.parameters and before.draft == pytest.approx(begun.draft, rel=0.02)
 
 
 def test_space_for_all_that_will_be_kept_is_asked_for_first_and_for_each_checkpoint_again(

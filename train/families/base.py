@@ -120,9 +120,21 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
 
     @classmethod
     @abstractmethod
-    def check(cls, settings: SettingsT, load_target: LoadTarget) -> None:
-        """Raise InputError where a fresh draft cannot be made for this target. Called before the capture, which takes
-        hours."""
+    def check(cls, settings: SettingsT, load_target: LoadTarget) -> DraftT:
+        """Check that a fresh draft can be made for this target; called before the capture, which takes hours.
+
+        Returns one without weights (on the device "meta"). Raises InputError.
+        """
+
+    @classmethod
+    def freeze(cls, draft: DraftT, settings: SettingsT) -> None:
+        """Let those parameters of a draft that are trained have gradients, and no others."""
+        draft.requires_grad_(True)
+
+    @classmethod
+    def beside(cls, settings: SettingsT, load_target: LoadTarget) -> nn.Module | None:
+        """What is trained or saved beside the draft, without weights; None: nothing."""
+        return None
 
     @classmethod
     def check_capture(cls, draft: DraftT, capture: Capture, where: str) -> None:

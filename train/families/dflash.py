@@ -110,8 +110,6 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         ids = draft.draft_ids if draft.config.reduced else None
         super().__init__(draft, settings, loss, target, draft.config.aux_layers, ids)
         self._draft_tokens = settings.draft_tokens
-        if draft.lm_head is not None:
-            draft.lm_head.requires_grad_(settings.train_head)
 
     @classmethod
     def start(cls, settings: DFlashSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
@@ -147,12 +145,20 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         return head_incompatibility(settings, draft, source)
 
     @classmethod
-    def check(cls, settings: DFlashSettings, load_target: LoadTarget) -> None:
+    def check(cls, settings: DFlashSettings, load_target: LoadTarget) -> DFlashDraft:
         """Check that the target has the layers that are read, the tokens that are drafted, and one for the mask."""
         target = load_target()
         check_vocabulary(settings, target)
-        read_layers(settings, target.num_layers)
-        mask_token(settings, target)
+        config = dflash_config(settings, target, settings.draft_vocabulary or target.vocab_size)
+        with torch.device("meta"):
+            return DFlashDraft(config, None, settings.train_embeddings, settings.train_head)
+
+    @classmethod
+    def freeze(cls, draft: DFlashDraft, settings: DFlashSettings) -> None:
+        """Train all but, where the recipe says so, a head of the draft's own."""
+        super().freeze(draft, settings)
+        if draft.lm_head is not None:
+            draft.lm_head.requires_grad_(settings.train_head)
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> BlockInputs:

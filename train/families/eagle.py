@@ -60,10 +60,12 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
         return None
 
     @classmethod
-    def check(cls, settings: EagleSettings, load_target: LoadTarget) -> None:
+    def check(cls, settings: EagleSettings, load_target: LoadTarget) -> EagleDraft:
         """Check that the target's embeddings are as wide as its states (else `embed` raises FormatError)."""
         target = load_target()
         target.embed(torch.zeros(1, dtype=torch.long, device=target.device))
+        with torch.device("meta"):
+            return EagleDraft(EagleConfig(**layer_fields(target, settings.intermediate_size)))
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:

@@ -36,7 +36,6 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
         reduced = draft.config.draft_vocab_size < draft.config.vocab_size
         ids = draft.draft_ids if reduced else None
         super().__init__(draft, settings, loss, target, draft.config.aux_layers, ids)
-        draft.lm_head.requires_grad_(settings.train_head)
 
     @classmethod
     def start(cls, settings: Eagle3Settings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
@@ -66,11 +65,19 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
         return head_incompatibility(settings, draft, source)
 
     @classmethod
-    def check(cls, settings: Eagle3Settings, load_target: LoadTarget) -> None:
+    def check(cls, settings: Eagle3Settings, load_target: LoadTarget) -> Eagle3Draft:
         """Check that the target has the layers that are read, and the tokens that are drafted."""
         target = load_target()
-        resolve_aux_layers(settings.aux_layers, target.num_layers)
         check_vocabulary(settings, target)
+        config = eagle3_config(settings, target, settings.draft_vocabulary or target.vocab_size)
+        with torch.device("meta"):
+            return Eagle3Draft(config, own_embeddings=settings.train_embeddings)
+
+    @classmethod
+    def freeze(cls, draft: Eagle3Draft, settings: Eagle3Settings) -> None:
+        """Train all but, where the recipe says so, the head."""
+        super().freeze(draft, settings)
+        draft.lm_head.requires_grad_(settings.train_head)
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:

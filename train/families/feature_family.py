@@ -44,9 +44,8 @@ class FeatureFamily(Family[FeatureSettingsT, DraftT]):
         assert target is not None
         self._target = target
 
-        # All of the draft is trained; a family freezes parts of it afterwards.
         self.step_weights = settings.weight_of_steps()
-        draft.requires_grad_(True)
+        self.freeze(draft, settings)
 
         # Under a reduced vocabulary the teacher has its rows alone; the source gives it log sum exp over all tokens.
         self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)

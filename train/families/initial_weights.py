@@ -28,13 +28,13 @@ def add_lora(model: PreTrainedModel, lora: LoraSettings, field: str) -> None:
         raise InputError(f"{field}: targets {lora.targets}: {' '.join(str(error).split())}") from None
 
 
-def check_lora(config: Any, lora: LoraSettings, field: str) -> None:
-    """Raise InputError, whose line begins with `field`, for targets that a model of this configuration does not have.
-
-    The model is made without weights.
-    """
+def without_weights(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal model of this configuration that takes no memory."""
     with torch.device("meta"):
-        add_lora(AutoModelForCausalLM.from_config(config), lora, field)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    return model
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -35,7 +35,7 @@ from ..losses.linear_head import Head, LossSettings, Rows, head_loss
 from ..settings import BackboneSettings, MedusaSettings
 from .base import ExtraLoss, Inputs, LoadTarget, Start, bytes_of
 from .feature_family import FeatureFamily
-from .initial_weights import add_lora, check_lora, checkpoint_activations, merged_weights
+from .initial_weights import add_lora, checkpoint_activations, merged_weights, without_weights
 from .ttt_alignment import Alignment
 
 
@@ -98,7 +98,6 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
         super().__init__(draft, settings, loss, target)
         # Frozen heads that are equal, as in a fresh draft, share one copy in memory.
         if not settings.train_heads:
-            draft.lm_heads.requires_grad_(False)
             _tie_equal_heads(draft)
 
         # Medusa-2: the adapters become a part of this module, so that the engine trains them. Heads are the main loss
@@ -116,14 +115,7 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
         """Fresh draft: residual blocks that add nothing yet, under copies of the target's head. Nothing is random."""
         target = load_target()
         capture.check_target(target)
-        config = MedusaConfig(
-            hidden_size=target.hidden_size,
-            vocab_size=target.vocab_size,
-            num_heads=settings.draft_tokens,
-            num_layers=settings.blocks,
-            fc_bias=False,
-        )
-        draft = MedusaDraft(config)
+        draft = MedusaDraft(medusa_config(settings, target))
         copy_heads(draft, target)
         return Start(draft)
 
@@ -143,12 +135,28 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
         return None
 
     @classmethod
-    def check(cls, settings: MedusaSettings, load_target: LoadTarget) -> None:
-        """Check that a target that is to be trained has plain weights and the adapted modules; any other one fits."""
-        if settings.backbone is not None:
-            target = load_target()
-            check_trainable(target)
-            check_lora(target.config, settings.backbone.lora, "draft.backbone.lora")
+    def check(cls, settings: MedusaSettings, load_target: LoadTarget) -> MedusaDraft:
+        """Any target fits; one that is to be trained is checked by `beside`."""
+        config = medusa_config(settings, load_target())
+        with torch.device("meta"):
+            return MedusaDraft(config)
+
+    @classmethod
+    def freeze(cls, draft: MedusaDraft, settings: MedusaSettings) -> None:
+        """Train the blocks, and the heads where the recipe says so."""
+        super().freeze(draft, settings)
+        draft.lm_heads.requires_grad_(settings.train_heads)
+
+    @classmethod
+    def beside(cls, settings: MedusaSettings, load_target: LoadTarget) -> nn.Module | None:
+        """In Medusa-2 the target with its adapters. Raises InputError unless it has plain weights and these modules."""
+        if settings.backbone is None:
+            return None
+        target = load_target()
+        check_trainable(target)
+        model: nn.Module = without_weights(target.config, target.dtype)
+        add_lora(model, settings.backbone.lora, "draft.backbone.lora")
+        return model
 
     @torch.no_grad()
     def inputs(self, batch: Batch, samples: Sequence[int]) -> Inputs:
@@ -208,6 +216,17 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
             "extra": {**meta.extra, ORIGINAL_TARGET: meta.target_fingerprint},
         }
         write_json(folder / META_FILE, meta.model_copy(update=changed).model_dump())
+
+
+def medusa_config(settings: MedusaSettings, target: CausalModel) -> MedusaConfig:
+    """Configuration of a fresh draft: the target's dimensions, with the recipe's heads and blocks."""
+    return MedusaConfig(
+        hidden_size=target.hidden_size,
+        vocab_size=target.vocab_size,
+        num_heads=settings.draft_tokens,
+        num_layers=settings.blocks,
+        fc_bias=False,
+    )
 
 
 @torch.no_grad()

@@ -25,13 +25,13 @@ from .base import Family, Inputs, LoadTarget, Start, check_same_tokenizer
 from .initial_weights import (
     add_lora,
     check_layers,
-    check_lora,
     checkpoint_activations,
     evenly_spaced_layers,
     layers_prefix,
     merged_weights,
     prune,
     prune_config,
+    without_weights,
 )
 from .on_policy import OwnAnswers
 from .target_features import FeatureSource, LiveTeacher, check_live
@@ -72,11 +72,8 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
             assert target is not None
             self._own_answers = OwnAnswers(draft, target.stop_ids, settings.on_policy, settings.row_tokens)
 
-        # Trained: all weights, or adapters alone, in evaluation mode.
         draft.model.eval()
-        draft.requires_grad_(True)
-        if settings.lora is not None:
-            add_lora(draft.model, settings.lora, "draft.lora")
+        self.freeze(draft, settings)
         if settings.activation_checkpointing:
             checkpoint_activations(draft.model)
 
@@ -110,7 +107,7 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         return None
 
     @classmethod
-    def check(cls, settings: SmallSettings, load_target: LoadTarget) -> None:
+    def check(cls, settings: SmallSettings, load_target: LoadTarget) -> SmallDraft:
         """Check that the target has the layers that are kept, or that the other model has its tokenizer; and that the
         draft has the adapted modules."""
         target = load_target()
@@ -120,8 +117,14 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         else:
             layers_prefix(target.model, target.num_layers)
             config = prune_config(target.config, _kept_layers(settings, target.num_layers))
+        return SmallDraft(without_weights(config, torch.float32, settings.trust_remote_code))
+
+    @classmethod
+    def freeze(cls, draft: SmallDraft, settings: SmallSettings) -> None:
+        """Train all weights, or adapters alone, which are put in here."""
+        draft.requires_grad_(True)
         if settings.lora is not None:
-            check_lora(config, settings.lora, "draft.lora")
+            add_lora(draft.model, settings.lora, "draft.lora")
 
     @classmethod
     def check_capture(cls, draft: SmallDraft, capture: Capture, where: str) -> None:
