@@ -9,13 +9,16 @@ vLLM is followed (0.32 and 0.33) and, where a conversation says so, SGLang:
 | a developer's message, where the template does not name that role | joins the system's, in front | stays |
 | a line `x-anthropic-billing-header` in front of a system's text | left out | stays |
 | an assistant's last message that belongs to the prompt | stays | becomes the user's |
-| a prefill | the template's text up to its end | put after the opened turn |
-| reasoning sent back | `reasoning` and `reasoning_content` | `reasoning_content` |
-| a call's function, printed whole | arguments, then the name | the name, then arguments |
+| a prefill | the template's text up to its end | put after the opened turn, and tokenized by itself |
+| reasoning sent back | `reasoning` and `reasoning_content` | `reasoning_content` alone, no `thinking` |
+| a call, printed whole | as it was sent; arguments, then the name | all fields of the schema, null where absent |
 | a developer's `tools`, where it has none | none | absent |
 | other fields of a text part (`cache_control`), where it loops over parts | stay | dropped |
 | `/v1/messages`: a system message among the others, where the template refuses one | joins the first one | no prompt |
 | `/v1/messages`: thinking disabled, where the template tells no effort `none` from others | effort `low` | no prompt |
+| a content that is an empty list, calls that are one | as if absent | stay |
+| of several templates | the one for tools, where there are some | the first |
+| tools that the template fails at | refused | shown once more, without their wrapper |
 | arguments of a call: none | an empty object | null |
 | empty text, no JSON, or JSON that is no object | an empty object | refused, so left out of the mix |
 
@@ -26,11 +29,12 @@ showed then, and what every capture shows it.
 """
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -47,26 +51,38 @@ _REFUSED = (
     *(MemoryError, SyntaxError, LookupError, AttributeError, AssertionError),
 )
 """Errors of a template that is rendered, or that Python cannot compile."""
-_CALL_ORDER: dict[Engine, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "vllm": (("arguments", "name"), ("id", "function", "type")),
-    "sglang": (("name", "arguments"), ("id", "index", "type", "function")),
-}
+_CALL_ORDER = (("arguments", "name"), ("id", "function", "type"))
+"""Fields of a call's function and of a call, in the order of vLLM's schema."""
 UNKNOWN_TIME = datetime(2024, 7, 26, tzinfo=UTC).timestamp()
 """Time of a conversation of which none is known: the day that Llama's templates name where there is no clock."""
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _MEDIA = ("image", "audio", "video", "vision")
+_LOW_EFFORT = ("low_effort", "truncate_history_thinking")  # an argument, and what else is in the templates that know it
 _ROW = ("message", "msg", "m")  # SGLang's names of a loop over messages
+
+
+class Prompt(NamedTuple):
+    """A rendered prompt."""
+
+    text: str
+    """What the template made."""
+    prefix: str = ""
+    """Begin of the answer behind it, where the engine tokenizes that by itself."""
+
+    @property
+    def whole(self) -> str:
+        return self.text + self.prefix
 
 
 def turn_ids(tokenizer: Any, conversation: Conversation, turn: Turn, answers: Sequence[str] = ()) -> list[int]:
     """Prompt ids of a turn, given the `answers` of earlier turns where it waits for them. Raises InputError."""
-    return ids_of_text(tokenizer, turn_text(tokenizer, conversation, turn, answers))
+    return ids_of_prompt(tokenizer, turn_prompt(tokenizer, conversation, turn, answers))
 
 
-def turn_text(tokenizer: Any, conversation: Conversation, turn: Turn, answers: Sequence[str] = ()) -> str:
-    """Text of a turn's prompt, of which `ids_of_text` gives the ids. Raises InputError."""
+def turn_prompt(tokenizer: Any, conversation: Conversation, turn: Turn, answers: Sequence[str] = ()) -> Prompt:
+    """Prompt of a turn, of which `ids_of_prompt` gives the ids. Raises InputError."""
     asked_at = conversation.time_of(turn.index)
-    return render_text(
+    return render_prompt(
         tokenizer,
         turn.context(answers),
         conversation.tools,
@@ -89,13 +105,16 @@ def render(
 
     Raises InputError for a tokenizer without chat template and for messages that its template refuses.
     """
-    return ids_of_text(tokenizer, render_text(tokenizer, messages, tools, template_args, prompt_end, engine))
+    return ids_of_prompt(tokenizer, render_prompt(tokenizer, messages, tools, template_args, prompt_end, engine))
 
 
-def ids_of_text(tokenizer: Any, text: str) -> list[int]:
+def ids_of_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     """Ids of a rendered prompt. Raises InputError for an empty one."""
     try:
-        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote special tokens
+        # The template wrote special tokens; of a prefix SGLang takes off the first one alone.
+        ids: list[int] = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+        more: list[int] = tokenizer(prompt.prefix)["input_ids"] if prompt.prefix else []
+        ids += more[1:] if more and more[0] == tokenizer.bos_token_id else more
     except BaseException as error:
         # What an expression of the tokenizer's gives up at, the library tells by an exception of Rust's own.
         if type(error).__name__ != "PanicException":
@@ -106,7 +125,12 @@ def ids_of_text(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def render_text(
+def render_text(tokenizer: Any, messages: Sequence[Message], *more: Any, **settings: Any) -> str:
+    """Text of a prompt; takes and raises what `render_prompt` does."""
+    return render_prompt(tokenizer, messages, *more, **settings).whole
+
+
+def render_prompt(
     tokenizer: Any,
     messages: Sequence[Message],
     tools: list[dict[str, Any]] | None = None,
@@ -114,15 +138,15 @@ def render_text(
     prompt_end: PromptEnd = "opened",
     engine: Engine = "vllm",
     asked_at: float | None = None,
-) -> str:
-    """Text of a prompt, of which `ids_of_text` gives the ids; raises what `render` does. `asked_at`: Unix seconds that
-    the template's clock shows; None: now."""
+) -> Prompt:
+    """A prompt, of which `ids_of_prompt` gives the ids; raises what `render` does. `asked_at`: Unix seconds that the
+    template's clock shows; None: now."""
     require_chat_template(tokenizer)
     try:
-        with _surroundings(asked_at):
-            text = _text(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
-        text.encode()
-        return text
+        with _surroundings(asked_at, engine):
+            prompt = _prompt(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
+        prompt.whole.encode()
+        return prompt
     except UnicodeEncodeError:
         raise InputError(f"{tokenizer.name_or_path}: its chat template makes text that is not valid Unicode") from None
     # Errors of the template are errors of the data: its own `raise_exception` too.
@@ -142,17 +166,26 @@ class _Clock:
 
 
 @contextmanager
-def _surroundings(time: float | None) -> Iterator[None]:
-    """Let templates see this time, and bound what they do. transformers takes both from its module alone."""
+def _surroundings(time: float | None, engine: Engine) -> Iterator[None]:
+    """Let templates see this time, and bound what they do. transformers takes both from its module alone, as it does
+    the `thinking` that it adds to reasoning from 5.24 on, and SGLang's does not."""
     from transformers.utils import chat_template_utils  # slow to import
 
-    before = chat_template_utils.datetime, chat_template_utils.ImmutableSandboxedEnvironment
-    chat_template_utils.datetime = before[0] if time is None else _Clock(time)
-    chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+    own: dict[str, Any] = {"ImmutableSandboxedEnvironment": BoundedEnvironment}
+    own |= {} if time is None else {"datetime": _Clock(time)}
+    own |= {"_alias_reasoning_fields": _as_it_is} if engine == "sglang" else {}
+    before = {name: getattr(chat_template_utils, name) for name in own if hasattr(chat_template_utils, name)}
     try:
+        for name in before:
+            setattr(chat_template_utils, name, own[name])
         yield
     finally:
-        chat_template_utils.datetime, chat_template_utils.ImmutableSandboxedEnvironment = before
+        for name, value in before.items():
+            setattr(chat_template_utils, name, value)
+
+
+def _as_it_is(chat: Any) -> Any:
+    return chat
 
 
 def require_chat_template(tokenizer: Any) -> None:
@@ -161,22 +194,23 @@ def require_chat_template(tokenizer: Any) -> None:
         raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no chat template; conversations need one")
 
 
-def _text(
+def _prompt(
     tokenizer: Any,
     messages: Sequence[Message],
     tools: list[dict[str, Any]] | None,
     template_args: dict[str, Any],
     prompt_end: PromptEnd,
     engine: Engine,
-) -> str:
+) -> Prompt:
     # 1) Of several templates, the one for these tools (a template argument of that name wins); and the messages as it
     # wants them.
     template_args = dict(template_args)
     form = template_args.pop(MESSAGES_API, None)
     if form is not None:
         messages, template_args = _as_messages_api(tokenizer, messages, template_args, form)
-    tools = template_args.get("tools", tools)
-    template = tokenizer.get_chat_template(None, tools)
+    tools = template_args.pop("tools", tools)
+    several = engine == "sglang" and isinstance(tokenizer.chat_template, dict)
+    template = next(iter(tokenizer.chat_template.values())) if several else tokenizer.get_chat_template(None, tools)
     if len(template) > LONGEST_TEMPLATE:
         raise TemplateError(f"it has {len(template):,} characters; at most {LONGEST_TEMPLATE:,} are allowed")
     shown = shown_messages(messages, takes_parts(template, engine), engine)
@@ -193,11 +227,24 @@ def _text(
     elif engine == "sglang" and prompt_end == "after_answer" and isinstance(last, str):
         shown = [*shown[:-1], {"role": "user", "content": last}]
 
-    # 3) The template's text.
-    text: str = tokenizer.apply_chat_template(
-        shown, chat_template=template, tokenize=False, **ending, **{**template_args, "tools": tools}
-    )
-    return text + prefix
+    # 3) The template's text. SGLang knows the argument by which Nemotron's templates are told of a low effort, and
+    # shows a template that fails the functions alone of the tools.
+    low = engine == "sglang" and template_args.get("reasoning_effort") == "low"
+    if low and all(name in template for name in _LOW_EFFORT):
+        template_args = {_LOW_EFFORT[0]: True} | template_args
+
+    def text(tools: Any) -> str:
+        rendered: str = tokenizer.apply_chat_template(
+            shown, chat_template=template, tokenize=False, **ending, **template_args, tools=tools
+        )
+        return rendered
+
+    try:
+        return Prompt(text(tools), prefix)
+    except _REFUSED:
+        if engine != "sglang" or not tools:
+            raise
+        return Prompt(text([tool["function"] for tool in tools]), prefix)
 
 
 def _as_messages_api(
@@ -237,7 +284,7 @@ def _knows_no_none(tokenizer: Any) -> bool:
     def prompt(effort: str) -> str | None:
         arguments = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
         try:
-            return _text(tokenizer, [Message(role="user", content="Hi")], None, arguments, "opened", "vllm")
+            return _prompt(tokenizer, [Message(role="user", content="Hi")], None, arguments, "opened", "vllm").text
         except _REFUSED:
             return None
 
@@ -270,12 +317,12 @@ def shown_messages(messages: Sequence[Message], parts: bool, engine: Engine) -> 
 
 
 def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
+    if engine == "sglang":
+        return _shown_by_sglang(message, parts)
     # The content: text, or a list of text parts with whatever else they were sent with.
     sent = _sent_parts(message, engine)
-    texts = [text for text, _ in sent if text or parts or engine == "sglang"]
-    sent_as_parts = engine == "vllm" or (isinstance(message.content, list) and bool(texts))
-    content: Any = (" " if engine == "sglang" else "\n").join(texts)
-    if parts and sent_as_parts and message.role != "tool":
+    content: Any = "\n".join(text for text, _ in sent if text or parts)
+    if parts and message.role != "tool":
         content = [{"type": "text", "text": text, **fields} for text, fields in sent]
     shown: dict[str, Any] = {"role": message.role, "content": content}
 
@@ -284,16 +331,34 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
         if message.tool_calls:
             shown["tool_calls"] = calls_with_objects(message.tool_calls, engine)
         if message.reasoning is not None:
-            shown |= {"reasoning": message.reasoning} if engine == "vllm" else {}
             # transformers adds `thinking` from 5.24 on: with it here, a prompt is the same under every version.
-            shown = {"thinking": message.reasoning, **shown, "reasoning_content": message.reasoning}
+            reasoning = dict.fromkeys(("reasoning", "reasoning_content"), message.reasoning)
+            shown = {"thinking": message.reasoning, **shown, **reasoning}
     if message.role == "tool" and message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         shown["name"] = message.name
-    if message.role == "developer" and engine == "vllm":
+    if message.role == "developer":
         shown["tools"] = None  # the field is there also without any
     return shown
+
+
+def _shown_by_sglang(message: Message, parts: bool) -> dict[str, Any]:
+    """A message with all fields of SGLang's schema that it has, in their order; those that hold parts come last."""
+    in_parts = isinstance(message.content, list)
+    content: Any = " ".join(message.content) if isinstance(message.content, list) else message.content
+    if parts and isinstance(message.content, list) and message.role != "tool":
+        content = [{"type": "text", "text": text} for text in message.content]
+    fields = {
+        "tool_call_id": message.tool_call_id,
+        "name": message.name,
+        "reasoning_content": message.reasoning,
+        "tool_calls": None if message.tool_calls is None else calls_with_objects(message.tool_calls, "sglang"),
+    }
+    given = {name: value for name, value in fields.items() if value is not None}
+    if parts and in_parts:
+        return {"role": message.role, **given, "content": content}
+    return {"role": message.role, "content": content, **given}
 
 
 def without_billing(message: Message, engine: Engine) -> str | list[str]:
@@ -313,17 +378,22 @@ def _sent_parts(message: Message, engine: Engine) -> list[tuple[str, dict[str, A
 
 
 def calls_with_objects(calls: Sequence[dict[str, Any]], engine: Engine = "vllm") -> list[dict[str, Any]]:
-    """Tool calls whose arguments are JSON values, their fields in the order of the engine's schema: some templates
-    print a call as it is. The calls themselves stay as they are."""
-    inner, outer = _CALL_ORDER[engine]
+    """Tool calls whose arguments are JSON values, their fields as the engine's schema has them: some templates print a
+    call as it is. The calls themselves stay as they are."""
     found = []
     for call in calls:
         function = call.get("function")
-        if isinstance(function, dict):
-            function = {**function, "arguments": _arguments(function.get("arguments"), engine)}
-            found.append(_in_order({**call, "function": _in_order(function, inner)}, outer))
+        if engine == "sglang":
+            function = function or {}
+            arguments = function.get("arguments")
+            arguments = arguments_of_sglang(arguments) if isinstance(arguments, str) else arguments
+            inner = {"name": function.get("name"), "arguments": arguments}
+            found.append({"id": call.get("id"), "index": call.get("index"), "type": "function", "function": inner})
+        elif isinstance(function, dict):
+            function = {**function, "arguments": _arguments(function.get("arguments"))}
+            found.append(_in_order({**call, "function": _in_order(function, _CALL_ORDER[0])}, _CALL_ORDER[1]))
         else:
-            found.append({**call, "arguments": _arguments(call.get("arguments"), engine)})
+            found.append({**call, "arguments": _arguments(call.get("arguments"))})
     return found
 
 
@@ -331,15 +401,41 @@ def _in_order(value: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: value[name] for name in names if name in value} | value
 
 
-def _arguments(logged: Any, engine: Engine) -> Any:
-    """Arguments of a tool call: the JSON value of a text. vLLM shows {} for every value that is no object, and for a
-    text that is no JSON; SGLang takes a text of an object alone, and shows null as it is."""
+def _arguments(logged: Any) -> Any:
+    """Arguments of a tool call as vLLM shows them: the JSON value of a text, and {} for every value that is no object,
+    and for a text that is no JSON."""
     if isinstance(logged, str):
         try:
             logged = json.loads(logged)
         except (ValueError, RecursionError):
             return {}
-    return logged if isinstance(logged, dict) or engine == "sglang" else {}
+    return logged if isinstance(logged, dict) else {}
+
+
+def arguments_of_sglang(text: str) -> dict[str, Any]:
+    """Arguments of a tool call as SGLang reads their text, by orjson: whole numbers past 64 bits become floats.
+
+    Raises ValueError for what it refuses: no object, no number (NaN, infinite), no Unicode."""
+    try:
+        value = json.loads(text, parse_int=_orjson_int, parse_float=_orjson_float, parse_constant=_orjson_float)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _orjson_int(digits: str) -> int | float:
+    value = int(digits)
+    return value if -(1 << 63) <= value < 1 << 64 else float(value)
+
+
+def _orjson_float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError("no finite number")
+    return value
 
 
 @lru_cache(maxsize=32)

@@ -17,7 +17,7 @@ from jinja2 import TemplateError, meta
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 from ..errors import InputError
-from .chat_template import ids_of_text, template_tree, turn_text
+from .chat_template import ids_of_prompt, template_tree, turn_ids, turn_prompt
 from .conversation import Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
 from .dedup import TurnKeys
 from .logs.parsing import prompt_digest
@@ -135,7 +135,7 @@ class PromptCheck:
     def ids(self, conversation: Conversation, turn: Turn, answers: Sequence[str] = ()) -> list[int]:
         """Prompt ids of a turn, as `chat_template.turn_ids` makes them; those of a comparison are not made again."""
         known = None if turn.waits_for is not None else self._checked(conversation)[1].get(turn.index)
-        return known or ids_of_text(self._tokenizer, turn_text(self._tokenizer, conversation, turn, answers))
+        return known or turn_ids(self._tokenizer, conversation, turn, answers)
 
     def lines(self, sampled: bool = False) -> list[str]:
         """What the comparison found, a line for each counter. `sampled`: in the sample alone."""
@@ -163,11 +163,11 @@ class PromptCheck:
     ) -> str | None:
         """Why a prompt is not the logged one. Its ids go into `rendered`; what a template refuses is told elsewhere."""
         try:
-            text = turn_text(self._tokenizer, conversation, turn)
-            ids = rendered[turn.index] = ids_of_text(self._tokenizer, text)
+            prompt = turn_prompt(self._tokenizer, conversation, turn)
+            ids = rendered[turn.index] = ids_of_prompt(self._tokenizer, prompt)
         except InputError:
             return None
-        if logged.digests and prompt_digest(text) not in logged.digests:
+        if logged.digests and prompt_digest(prompt.whole) not in logged.digests:
             return OTHER_PROMPT
         counts = [one for one in logged.counts if not one.tokens or self._counts_our_tokens(one.counter)]
         if (conversation.id, turn.index) not in self._counted:
@@ -205,7 +205,7 @@ class PromptCheck:
 
     def _length(self, conversation: Conversation, turn: Turn) -> int | None:
         try:
-            return len(ids_of_text(self._tokenizer, turn_text(self._tokenizer, conversation, turn)))
+            return len(turn_ids(self._tokenizer, conversation, turn))
         except InputError:
             return None
 

@@ -30,6 +30,7 @@ from .logs.chat import MOST_TOKENS, LeftOut, Timing, body_of, decoded
 from .logs.parsing import number, seconds
 from .served_request import (
     Lookup,
+    message_of_sglang,
     prompt_of,
     refuse_what_cannot_be_made_again,
     shown_tools,
@@ -65,8 +66,6 @@ _MEDIA: dict[Shape, tuple[str, ...]] = {
     "sharegpt": ("images", "videos", "audios", "image", "video", "audio"),
 }
 """Fields beside a conversation that hold what its text has marks for (`<image>`), by shape."""
-_SGLANG_ROLES = ("system", "developer", "assistant", "tool", "function", "latest_reminder", "root")
-"""Roles that SGLang takes in letters of any size, beside `user`."""
 _SHAREGPT_ROLES: dict[str, str] = {
     "human": "user",
     "gpt": "assistant",
@@ -83,12 +82,14 @@ DEFAULT_COLUMNS: dict[Shape, str] = {
     "turns": "turns",
     "prompts": "prompt",
 }
+_SGLANG_MOST_PENALTY = 2.0
 M = TypeVar("M", bound=BaseModel)
 _TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {
     "refusal": "refusal",
     "thinking": "thinking",
 }
 """Types of a content's parts that vLLM shows as text, and where it stands in them. SGLang takes the first alone."""
+_SGLANG_THOUGHTS = ("thinking", "reasoning")
 _PART_FIELDS = frozenset(
     (
         *("type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "prompt_cache_breakpoint"),
@@ -193,7 +194,8 @@ def parse(
     line = _from_table(line)
     wrapped = isinstance(line.get("request"), dict)
     inner = line["request"] if wrapped else {}
-    body = _body(inner if wrapped else line, where)
+    engine = _engine(source)
+    body = _body(inner if wrapped else line, engine, where)
     fields = body | {name: value for name, value in line.items() if value is not None} if wrapped else body
 
     def lookup(name: str) -> Any:
@@ -201,7 +203,6 @@ def parse(
 
     # 2) Messages: the prompt, and the logged answer where the turn before it was opened.
     timed = timing or timing_of(line, where)
-    engine = _engine(source)
     refuse_what_cannot_be_made_again(lookup, body, timed.prompt_tokens, engine, where)
     _refuse_media(lookup, shape, where)
     messages = _PARSERS[shape](lookup, engine, where)
@@ -211,7 +212,16 @@ def parse(
         messages = messages[:size]
 
     # 3) All other fields, each checked by itself.
-    sampling, given = _sampling(lookup, where)
+    try:
+        sampling, given = _sampling(lookup, where)
+        limit = _max_new_tokens(lookup, engine, where)
+        if engine == "sglang" and sampling is not None and not _sglang_draws(sampling, lookup("top_k")):
+            raise LeftOut(where, "request that the engine refuses")
+    except InputError as error:
+        # SGLang logs a request before it looks at these.
+        if engine != "sglang" or timing is None or isinstance(error, LeftOut):
+            raise
+        raise LeftOut(where, "request that the engine refuses") from None
     record = Record(
         domain=_domain(source, lookup, where, messages),
         messages=tuple(messages),
@@ -223,7 +233,7 @@ def parse(
         sampling=sampling,
         # What was never a request, and names nothing, was left to no server.
         server_sampling=tuple(name for name in _SAMPLING_FIELDS if name not in given) if given or timing else (),
-        max_new_tokens=_max_new_tokens(lookup, where),
+        max_new_tokens=limit,
         group=_group(source, lookup, where),
         source=index,
         counter=_counter(source, lookup) if timed.prompt_tokens else None,
@@ -289,7 +299,7 @@ def _value(name: str, text: str) -> Any:
     return int(found) if found.is_integer() else found
 
 
-def _body(request: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _body(request: Mapping[str, Any], engine: Engine, where: str) -> dict[str, Any]:
     """The body of a request as the engine takes it. Raises LeftOut for an effort that is no word."""
     body = body_of(_from_table(request))
     # LiteLLM takes an effort with more about it, of which the engine gets the word.
@@ -298,7 +308,9 @@ def _body(request: Mapping[str, Any], where: str) -> dict[str, Any]:
         effort = body["reasoning_effort"] = effort.get("effort")
         if effort is None:
             raise LeftOut(where, "reasoning effort in an unread form")
-    if effort is not None and not isinstance(effort, str):
+    # SGLang takes numbers, too.
+    known = (str, int, float) if engine == "sglang" else str
+    if effort is not None and not isinstance(effort, known):
         raise LeftOut(where, "reasoning effort in an unread form")
     # A prompt that another server has tokenized comes with what it hands over.
     handed = body.get("kv_transfer_params")
@@ -340,33 +352,27 @@ def _message(raw: Any, engine: Engine, where: str) -> Message:
     if not isinstance(role, str) or not role:
         found = "is missing" if role is None else "is empty" if role == "" else f"is a JSON {_json_type(role)}"
         raise InputError(f"{where}: role {found}; must be text")
+    # Text under another name than engines know would be asked as an empty message.
+    if any(raw.get(name) for name in ("parts", "text")) and not raw.get("content"):
+        raise LeftOut(where, "messages in an unread form")
     # vLLM hands any role to the template.
-    if engine == "sglang" and role != "user":
-        role = role.lower()
-        if role not in _SGLANG_ROLES:
-            raise LeftOut(where, "request that the engine refuses")
+    if engine == "sglang":
+        raw = message_of_sglang(raw, where)
+        role = raw["role"]
     if role == "developer" and raw.get("tools"):
         raise LeftOut(where, "tools inside a message")
     # vLLM hands DeepSeek's `task` to the template, which no message of ours holds.
     if engine == "vllm" and raw.get("task") is not None:
         raise LeftOut(where, "messages in an unread form")
-    # Text under another name than engines know would be asked as an empty message; a user's has a content.
+    # A user's message has a content, and others something.
     said = ("content", "tool_calls", "reasoning", "reasoning_content")
-    elsewhere = any(raw.get(name) for name in ("parts", "text"))
-    empty = raw.get("content") is None if role == "user" else not any(name in raw for name in said)
-    if empty or (elsewhere and not raw.get("content")):
+    if raw.get("content") is None if role == "user" else not any(name in raw for name in said):
         raise LeftOut(where, "messages in an unread form")
     # vLLM takes reasoning under either name, SGLang under one.
     names = ("reasoning", "reasoning_content") if engine == "vllm" else ("reasoning_content",)
     reasoning = next((raw[name] for name in names if raw.get(name) is not None), None)
     content, part_fields = _content(raw.get("content"), role, engine, where)
     calls = raw.get("tool_calls")
-    if (
-        engine == "sglang"
-        and isinstance(calls, list)
-        and not all(map(_sglang_takes, calls if role == "assistant" else ()))
-    ):
-        raise LeftOut(where, "request that the engine refuses")
     fields = {
         "role": role,
         "content": content,
@@ -374,7 +380,7 @@ def _message(raw: Any, engine: Engine, where: str) -> Message:
         "reasoning": reasoning if role == "assistant" else None,
         "name": raw.get("name"),
         "tool_call_id": raw.get("tool_call_id"),
-        "tool_calls": calls or None,
+        "tool_calls": calls if engine == "sglang" else calls or None,
     }
     return _validated(Message, fields, where)
 
@@ -392,11 +398,13 @@ def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str |
         fields = part if isinstance(part, dict) else {"type": "text", "text": part}
         kind = str(fields.get("type"))
         text = fields.get(_TEXT_PARTS.get(kind, ""))
-        if engine == "sglang" and kind in _TEXT_PARTS and (kind != "text" or part is not fields or text is None):
+        if engine == "sglang" and kind in _SGLANG_THOUGHTS:
             # It takes thoughts of the assistant, and shows them to no template.
-            if kind != "thinking" or role != "assistant":
+            if role != "assistant" or [type(fields.get(name)) for name in ("thinking", "text")].count(str) != 1:
                 raise LeftOut(where, "request that the engine refuses")
             continue
+        if engine == "sglang" and kind in _TEXT_PARTS and (kind != "text" or part is not fields or text is None):
+            raise LeftOut(where, "request that the engine refuses")
         if kind in _TEXT_PARTS and text is None:  # engines pass over it
             continue
         if not isinstance(text, str):
@@ -409,18 +417,6 @@ def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str |
     if engine == "sglang":
         return parts, []
     return (parts[0] if len(parts) == 1 else parts), others
-
-
-def _sglang_takes(call: Any) -> bool:
-    """Whether SGLang takes a call of the history: its arguments are an object, the JSON text of one, or absent."""
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else ()
-    if not isinstance(arguments, str):
-        return arguments is None or isinstance(arguments, dict)
-    try:
-        return isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
@@ -440,7 +436,8 @@ def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
             names = ", ".join(sorted(_SHAREGPT_ROLES))
             raise InputError(f"{item}: unknown role {_quoted(raw.get('from'))}; must be one of {names}")
         if raw["from"] == "function_call":
-            messages.append(Message(role=role, content=[], tool_calls=_calls(raw.get("value"), item)))
+            content: list[str] | str = "" if engine == "sglang" else []
+            messages.append(Message(role=role, content=content, tool_calls=_calls(raw.get("value"), item)))
             continue
         if not isinstance(raw.get("value"), str):
             raise InputError(f"{item}: value is a JSON {_json_type(raw.get('value'))}; must be text")
@@ -545,11 +542,18 @@ def _sampling(lookup: Lookup, where: str) -> tuple[SamplingSettings | None, Coll
     return _validated(SamplingSettings, {**API_DEFAULTS, **given}, where) if given else None, given
 
 
-def _max_new_tokens(lookup: Lookup, where: str) -> int | None:
+def _sglang_draws(sampling: SamplingSettings, top_k: Any) -> bool:
+    """Whether SGLang takes valid settings; `top_k`: as it was sent."""
+    return sampling.repetition_penalty <= _SGLANG_MOST_PENALTY and (top_k != 0 or sampling.greedy)
+
+
+def _max_new_tokens(lookup: Lookup, engine: Engine, where: str) -> int | None:
     for name in _LIMIT_FIELDS:
         limit = lookup(name)
-        if limit is None:
+        if limit is None or (engine == "sglang" and name == "max_completion_tokens" and limit == 0):
             continue
+        if engine == "sglang" and limit == 0 and not isinstance(limit, bool):
+            raise LeftOut(where, "no token asked for")
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise InputError(f"{where}: {name} {_quoted(limit)}; must be a whole number of at least 1")
         return min(limit, MOST_TOKENS)

@@ -5,13 +5,16 @@ vLLM (0.32 and 0.33) is followed, and SGLang (0.5.23) for its own log or where t
 the whole list of fields.
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import InputError
+from .chat_template import arguments_of_sglang
 from .conversation import Engine, PromptEnd
 from .logs.anthropic import MESSAGES_API
 from .logs.chat import LeftOut, Reason, decoded
+from .logs.parsing import number
 from .settings import RESERVED_ARGS
 
 Lookup = Callable[[str], Any]
@@ -21,13 +24,40 @@ _TOKENS = ("prompt_token_ids", "input_ids", "prompt_embeds", "input_embeds")
 _ADAPTERS = ("lora_path", "lora_request", "lora_name")
 _SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message")
 _REFUSED_BY_SGLANG = ("tools", *_SET_BY_ENGINE)
+_EFFORTS = (
+    "none",
+    "minimal",
+    "low",
+    "medium",
+    "high",
+    "xhigh",
+    "ultra",
+    "max",
+)  # SGLang takes numbers from 0 to 0.99, too
+_YES = ("1", "true", "yes", "y", "on")
+_SGLANG_ROLES = ("system", "developer", "assistant", "tool", "function", "latest_reminder", "root")
+"""Roles that SGLang takes in letters of any size, beside `user`."""
+_SGLANG_FIELDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("tool_call_id", "name", "reasoning_content"), str),
+    "tool_calls": list,
+}
+"""Fields of a message beside role and content that SGLang shows a template, and their types."""
+_CALL_FIELDS: dict[str, type | tuple[type, ...]] = {"id": str, "index": int, "type": str, "function": dict}
+_SCHEMA_TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SCHEMAS = (
+    *("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames"),
+    *("unevaluatedItems", "unevaluatedProperties"),
+)
+_MOST_EFFORT = 0.99
 _UNSET = (None, "auto")  # values of template arguments that vLLM leaves out
 _UNFOLLOWED = (
     *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "use_beam_search"),
     *("stop", "stop_token_ids", "stop_regex", "min_tokens", "ignore_eos", "thinking_token_budget"),
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("regex", "ebnf", "json_schema", "structural_tag", "grammar"),
-    *("custom_logit_processor", "logits_processors", "watermarking", "repetition_detection"),
+    *("custom_logit_processor", "logits_processors", "watermarking", "watermark", "repetition_detection"),
 )
 
 
@@ -103,12 +133,14 @@ def template_args(lookup: Lookup, engine: Engine, where: str, reserved: Collecti
     # list of tools that the request has one.
     allowed = set(reserved) - set(_REFUSED_BY_SGLANG if engine == "sglang" else ())
     there = {name for name, value in given.items() if engine == "sglang" or value not in _UNSET}
-    if (there & RESERVED_ARGS) - allowed - ({"tools"} if given.get("tools") == [] else set()):
+    told = {"tools"} if given.get("tools") == [] and engine == "vllm" else set()
+    if (there & RESERVED_ARGS) - allowed - told:
         raise LeftOut(where, "reserved template argument")
     found = {name: value for name, value in given.items() if name not in _SET_BY_ENGINE}
     documents, effort = lookup("documents"), lookup("reasoning_effort")
     if engine == "sglang":
-        return _reasoning_of_sglang(lookup("reasoning"), effort) | found
+        own = {name: value for name, value in found.items() if name != "reasoning_effort" or value is not None}
+        return _reasoning_of_sglang(lookup("reasoning"), effort, where) | own
     if documents is not None:
         if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
             raise InputError(f"{where}: documents is not a list of objects")
@@ -122,17 +154,67 @@ def template_args(lookup: Lookup, engine: Engine, where: str, reserved: Collecti
     return {name: value for name, value in found.items() if value not in _UNSET}
 
 
-def _reasoning_of_sglang(reasoning: Any, effort: Any) -> dict[str, Any]:
-    """Template arguments that SGLang makes of `reasoning` and `reasoning_effort`."""
+def _reasoning_of_sglang(reasoning: Any, effort: Any, where: str) -> dict[str, Any]:
+    """Template arguments that SGLang makes of `reasoning` and `reasoning_effort`. Raises LeftOut for others."""
     thinking: bool | None = None
     if isinstance(reasoning, dict):
-        effort = next((reasoning[name] for name in ("effort", "reasoning_effort") if reasoning.get(name)), effort)
-        enabled = reasoning.get("enabled", reasoning.get("enable"))
-        thinking = True if str(enabled).strip().lower() in ("1", "true", "yes", "y", "on") else None
-    if effort is not None:
-        thinking = effort != "none"
-    found = {} if thinking is None else {"thinking": thinking, "enable_thinking": thinking}
-    return found if effort is None else found | {"reasoning_effort": effort}
+        named = reasoning.get("effort") if reasoning.get("effort") is not None else reasoning.get("reasoning_effort")
+        effort = named if named is not None else effort
+        enabled = reasoning.get("enabled") if reasoning.get("enabled") is not None else reasoning.get("enable")
+        thinking = True if (enabled.strip().lower() in _YES if isinstance(enabled, str) else enabled) else None
+    if effort is None:
+        return {} if thinking is None else {"thinking": thinking, "enable_thinking": thinking}
+    if effort not in _EFFORTS:
+        share = None if isinstance(effort, bool) else number(effort)
+        if share is None or not 0 <= share <= _MOST_EFFORT:
+            raise LeftOut(where, "request that the engine refuses")
+        effort = share
+    return {"thinking": effort != "none", "enable_thinking": effort != "none", "reasoning_effort": effort}
+
+
+def message_of_sglang(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a message that SGLang's schema has; null is absent, a content of null is empty. Raises LeftOut for
+    one that it refuses, and for fields that a template might be shown and that no message here holds."""
+    # 1) A user's message has a role and a content, and other fields are dropped.
+    role = str(raw["role"])
+    if role == "user":
+        return {"role": role, "content": raw.get("content")}
+    role = role.lower()
+    found = {name: raw[name] for name in _SGLANG_FIELDS if raw.get(name) is not None}
+    if role not in _SGLANG_ROLES or not _of_types(found, _SGLANG_FIELDS):
+        raise LeftOut(where, "request that the engine refuses")
+    if raw.get("tools") is not None:
+        raise LeftOut(where, "tools inside a message")
+    theirs = any(name in found for name in ("tool_calls", "reasoning_content")) and role != "assistant"
+    if theirs or any(raw.get(name) is not None for name in ("phase", "prefix")):
+        raise LeftOut(where, "messages in an unread form")
+
+    # 2) Calls of the assistant.
+    if not all(map(_sglang_takes, found.get("tool_calls", ()))):
+        raise LeftOut(where, "request that the engine refuses")
+    content = raw.get("content")
+    return {"role": role, "content": "" if content is None else content, **found}
+
+
+def _of_types(fields: Mapping[str, Any], types: Mapping[str, type | tuple[type, ...]]) -> bool:
+    return all(fields.get(name) is None or isinstance(fields[name], types[name]) for name in types)
+
+
+def _sglang_takes(call: Any) -> bool:
+    """Whether SGLang takes a call of the history: its arguments are an object, the JSON text of one, or absent."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if (
+        not isinstance(function, dict)
+        or not _of_types(call, _CALL_FIELDS)
+        or call.get("type", "function") != "function"
+    ):
+        return False
+    if not _of_types(function, {"name": str, "arguments": (str, dict)}):
+        return False
+    try:
+        return not isinstance(function.get("arguments"), str) or bool([arguments_of_sglang(function["arguments"])])
+    except ValueError:
+        return False
 
 
 def shown_tools(lookup: Lookup, engine: Engine, where: str) -> list[dict[str, Any]] | None:
@@ -146,7 +228,7 @@ def shown_tools(lookup: Lookup, engine: Engine, where: str) -> list[dict[str, An
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InputError(f"{where}: tools is not a list of objects")
-    functions = [_function(tool, f"{where}: tools[{i}]") for i, tool in enumerate(tools)]
+    functions = [_function(tool, engine, f"{where}: tools[{i}]") for i, tool in enumerate(tools)]
     # A tool whose definition is to be loaded later may say so beside its function; then both say so.
     deferred = [tool.get("defer_loading") if isinstance(tool.get("function"), dict) else None for tool in tools]
     for function, defer in zip(functions, deferred):
@@ -155,21 +237,25 @@ def shown_tools(lookup: Lookup, engine: Engine, where: str) -> list[dict[str, An
     # vLLM shows tools whatever the choice is; SGLang none, or only the named one.
     if engine == "vllm":
         return [_tool_of_vllm(*each) for each in zip(functions, deferred)]
+    if any(_is_rewritten(function.get("parameters")) for function in functions):
+        raise LeftOut(where, "tools that the engine rewrites")
+    kinds = [tool.get("type", "function") if isinstance(tool.get("function"), dict) else "function" for tool in tools]
     name = choice["function"].get("name") if _names_a_function(choice) else None
-    named = [each for each in zip(functions, deferred) if name in (None, each[0]["name"])]
+    named = [each for each in zip(functions, deferred, kinds) if name in (None, each[0]["name"])]
     return [_tool_of_sglang(*each) for each in named] or None if choice != "none" else None
 
 
-def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
+def _function(tool: dict[str, Any], engine: Engine, where: str) -> dict[str, Any]:
     """The function that a tool is, with `name`, and `description`, `parameters` and `strict` where given."""
-    function = dict(tool)
-    if isinstance(tool.get("function"), dict):
+    function, wrapped = dict(tool), isinstance(tool.get("function"), dict)
+    if wrapped:
         function = dict(tool["function"])
     elif "input_schema" in tool:
         function = {**tool, "parameters": tool["input_schema"]}
-    # Tools that a server runs itself have types of their own, and no definition that a template could show.
+    # Tools that a server runs itself have types of their own, and no definition that a template could show. SGLang
+    # takes a function whatever its type.
     kinds = (None, "function", "custom") if "input_schema" in tool else (None, "function")
-    if tool.get("type") not in kinds:
+    if tool.get("type") not in kinds and (engine == "vllm" or not wrapped):
         raise LeftOut(where, "tools that are not functions")
     if not isinstance(function.get("name"), str):
         raise InputError(f"{where}: has no name")
@@ -183,15 +269,31 @@ def _tool_of_vllm(function: Mapping[str, Any], deferred: Any) -> dict[str, Any]:
     return {"type": "function", "function": shown, **beside}
 
 
-def _tool_of_sglang(function: Mapping[str, Any], deferred: Any) -> dict[str, Any]:
-    always = ("description", "name", "parameters")
-    given = [name for name in ("strict", "defer_loading") if function.get(name) is not None]
-    order = [*(name for name in function if name in (*always, *given)), *always]
-    return {
-        "type": "function",
-        "function": {name: function.get(name) for name in order},
-        "defer_loading": deferred,
-    }
+def _tool_of_sglang(function: Mapping[str, Any], deferred: Any, kind: str) -> dict[str, Any]:
+    fields = ("description", "name", "parameters", "strict", "defer_loading")
+    # Fields in the order of the request, then the schema's others; what was said beside the function is one of these.
+    order = [name for name in function if name in fields]
+    if deferred is not None and order[-1] == "defer_loading":
+        order.pop()
+    order += fields
+    shown = {name: function.get(name) for name in order if name in fields[:3] or function.get(name) is not None}
+    return {"type": kind, "function": shown, "defer_loading": deferred}
+
+
+def _is_rewritten(schema: Any) -> bool:
+    """Whether SGLang would write another type into a schema of parameters (`varchar`: a string)."""
+    if isinstance(schema, list):
+        return any(map(_is_rewritten, schema))
+    if not isinstance(schema, dict):
+        return False
+    kinds = schema.get("type")
+    if any(
+        isinstance(kind, str) and kind not in _SCHEMA_TYPES for kind in (kinds if isinstance(kinds, list) else [kinds])
+    ):
+        return True
+    inner = [schema[name].values() for name in _SCHEMAS_BY_NAME if isinstance(schema.get(name), dict)]
+    inner += [schema[name] for name in _SCHEMA_LISTS if isinstance(schema.get(name), list)]
+    return any(map(_is_rewritten, (*itertools.chain(*inner), *(schema.get(name) for name in _SCHEMAS))))
 
 
 def _names_a_function(choice: Any) -> bool:

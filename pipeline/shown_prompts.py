@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from rich.console import Console
 from rich.text import Text
 
-from ..data.chat_template import ids_of_text, turn_text
+from ..data.chat_template import ids_of_prompt, turn_prompt
 from ..data.conversation import Conversation, Turn, as_served, turns
 from ..data.logged_prompts import PromptCheck
 from ..data.mix import LEFT_OUT, ORIGINS, load_log, load_manifest, load_mix
@@ -95,11 +95,11 @@ def _rendered(tokenizer: Any, check: PromptCheck, one: Conversation, turn: Turn)
         refusal = check.refusal(one, turn.index)
         if refusal is not None:
             return {"refused": refusal, **waits}
-        text = turn_text(tokenizer, one, turn, answers)
-        ids = ids_of_text(tokenizer, text)
+        prompt = turn_prompt(tokenizer, one, turn, answers)
+        ids = ids_of_prompt(tokenizer, prompt)
     except InputError as error:
         return {"refused": str(error), **waits}
-    return {"text": text, "ids": ids, "supervised_from": len(ids), **waits}
+    return {"text": prompt.whole, "ids": ids, "supervised_from": len(ids), **waits}
 
 
 def _answered(recipe: Recipe, one: Conversation, defaults: Mapping[str, float]) -> Json:

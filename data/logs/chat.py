@@ -37,7 +37,9 @@ Reason = Literal[
     "answered by an adapter",
     "prompt continued from another request",
     "tools that are not functions",
+    "tools that the engine rewrites",
     "tools inside a message",
+    "no token asked for",
     "no turn to answer",
 ]
 """Reasons why a log line gives no conversation. Such lines are counted and are no error."""

@@ -119,12 +119,13 @@ def _value(part: str | None) -> Any:
 
 
 def _received(obj: Any, where: str, when: float | None) -> Entry:
-    # Level 2 cuts texts; a cut conversation is of no use.
-    if isinstance(obj, _Cut) or (isinstance(obj, Mapping) and _shortened(obj.get("messages"))):
+    # Level 2 cuts texts, of tools too; a cut conversation is of no use.
+    if isinstance(obj, _Cut) or _shortened(obj):
         return Entry(where, left_out="text cut by the log")
     if not isinstance(obj, Mapping):
         raise InputError(f"{where}: obj is not an object; must be the request")
-    if "messages" not in obj:
+    # A call of `/tokenize` may hold messages; it alone says whether special tokens are added.
+    if "messages" not in obj or "add_special_tokens" in obj:
         return Entry(where, left_out="raw prompt" if "prompt" in obj else "no chat request")
     request = body_of(obj)
     line = {"request": request, "messages": request["messages"]}
@@ -190,9 +191,11 @@ def _timing(obj: Mapping[str, Any], out: Any, when: float | None, replica: str) 
 
 
 def _shortened(value: Any) -> bool:
-    """Whether a value holds a text with the length and the dots that SGLang gives to a cut one."""
+    """Whether a value holds a text or a list with the length and the dots that SGLang gives to a cut one."""
     if isinstance(value, str):
         return len(value) == 2 * _CUT_AT + 3 and value[_CUT_AT:-_CUT_AT] == "..."
     if isinstance(value, Mapping):
         return any(_shortened(item) for item in value.values())
-    return isinstance(value, list) and any(_shortened(item) for item in value)
+    if not isinstance(value, list):
+        return False
+    return (len(value) == 2 * _CUT_AT + 1 and value[_CUT_AT] == "...") or any(_shortened(item) for item in value)

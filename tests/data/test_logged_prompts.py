@@ -9,7 +9,7 @@ import pytest
 from byte_level import byte_level_tokenizer
 from log_reading import write_lines
 
-from draftforge.data.chat_template import render, turn_text
+from draftforge.data.chat_template import render, turn_prompt
 from draftforge.data.conversation import Conversation, Message, turns
 from draftforge.data.logged_prompts import OTHER_COUNT, OTHER_PROMPT, PromptCheck
 from draftforge.data.logs.parsing import prompt_digest
@@ -130,7 +130,7 @@ def test_each_prompt_whose_text_is_logged_is_compared_with_it(tokenizer: Any) ->
     said = [Message(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(("a", "b", "c"))]
     form: Json = {"domain": "d", "cluster": "k", "split": "train", "messages": said}
     plain = Conversation(id="plain", **form)
-    texts = [turn_text(tokenizer, plain, turn) for turn in turns(plain)]
+    texts = [turn_prompt(tokenizer, plain, turn).text for turn in turns(plain)]
     for told, refused in (
         ({}, set()),
         ({0: texts[0], 1: texts[1]}, set()),

@@ -26,14 +26,16 @@ VLLM = """messages model frequency_penalty logit_bias logprobs top_logprobs max_
 SGLANG = """messages model frequency_penalty logit_bias logprobs top_logprobs max_tokens max_completion_tokens n
     presence_penalty response_format seed stop stream stream_options temperature top_p user tools tool_choice
     parallel_tool_calls return_hidden_states return_routed_experts routed_experts_start_len
-    return_cached_tokens_details return_prompt_token_ids return_token_ids return_meta_info reasoning
-    reasoning_effort task top_k min_p min_tokens regex ebnf repetition_penalty stop_token_ids stop_regex
+    return_cached_tokens_details return_spec_tokens_details return_prompt_token_ids return_token_ids
+    return_meta_info return_input_ids_in_sglext return_output_ids_in_sglext return_sampling_mask
+    sampling_logprobs_mode return_flat_raw_output_top_logprobs return_flat_raw_top_logprobs_b64 reasoning
+    reasoning_effort thinking task top_k min_p min_tokens regex ebnf repetition_penalty stop_token_ids stop_regex
     no_stop_trim ignore_eos continue_final_message skip_special_tokens lora_path session_id session_params
     separate_reasoning stream_reasoning chat_template_kwargs max_dynamic_patch min_dynamic_patch
-    use_audio_in_video images_config custom_logit_processor custom_params input_ids rid extra_key cache_salt
-    ngram_corpus_id priority bootstrap_host bootstrap_port bootstrap_room routed_dp_rank disagg_prefill_dp_rank
-    data_parallel_rank"""
-"""Fields of SGLang's ChatCompletionRequest."""
+    use_audio_in_video images_config video_config mm_processor_kwargs custom_logit_processor custom_params
+    watermark input_ids rid extra_key cache_salt priority bootstrap_host bootstrap_port bootstrap_room
+    routed_dp_rank disagg_prefill_dp_rank data_parallel_rank"""
+"""Fields of SGLang 0.5.23's ChatCompletionRequest, and `reasoning`, which its validator reads."""
 MESSAGES_API = """messages max_tokens metadata output_config thinking stop_sequences stream system temperature
     tool_choice tools top_k top_p chat_template_kwargs"""
 VALUES: dict[str, Any] = {

@@ -138,7 +138,7 @@ def test_tools_that_are_loaded_later_say_so_where_the_engine_says_so() -> None:
     assert json.dumps(vllm) == json.dumps({"type": "function", "function": function, "defer_loading": True})
     (sglang,) = asked({"tools": [beside]}, kind="sglang").tools or []
     assert sglang["defer_loading"] is True
-    assert list(sglang["function"]) == ["strict", "name", "defer_loading", "description", "parameters"]
+    assert list(sglang["function"]) == ["strict", "name", "description", "parameters", "defer_loading"]
     inside = {"type": "function", "function": {"name": "now", "defer_loading": False}}
     (found,) = asked({"tools": [inside]}).tools or []
     assert found["function"]["defer_loading"] is False and "defer_loading" not in found

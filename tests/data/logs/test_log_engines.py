@@ -382,6 +382,28 @@ def test_sglang_requests_of_the_text_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"add_special_tokens": False}, "no chat request"),  # `/tokenize`
+        (
+            {"tools": [{"function": {"name": "f", "description": "a" * 1024 + "..." + "b" * 1024}}]},
+            "text cut by the log",
+        ),
+        ({"messages": [*[{"role": "user", "content": "a"}] * 1024, "..."] * 2}, "text cut by the log"),
+        ({"stop": [*["a"] * 1024, "...", *["b"] * 1024]}, "text cut by the log"),
+    ],
+)
+def test_sglang_lines_that_look_like_a_chat_request(tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
+    """As `utils/request_logger.py` and `entrypoints/openai/serving_tokenize.py` of 0.5.23 write them at level 2."""
+    obj = {"messages": [{"role": "user", "content": "a"}], "model": "m", **fields}
+    obj["messages"] = obj["messages"][:2049]
+    good = {"event": "request.received.openai", "obj": {"messages": [{"role": "user", "content": "b"}]}}
+    line = {"event": "request.received.openai", "obj": obj}
+    read = read_log(write_lines(tmp_path / "s.log", json.dumps(good), json.dumps(line)), "sglang")
+    assert read.talks == [[("user", "b")]] and read.counts.left_out == {reason: 1}
+
+
+@pytest.mark.parametrize(
     "line, rule",
     [
         ('{"event": "request.finished"', "not valid JSON"),
