@@ -33,6 +33,7 @@ class Scorer:
         require_whole(space.recipe, "a score")
         self._space = space
         self._data = Capture.open(captured.folder, verify=False)
+        self.device = space.target.device
         self.settings: ScoreSettings = space.recipe.score
         self.samples: list[Sample] = self._data.samples(split)  # type: ignore[arg-type]
         self.traces = TargetPassCache(space.target, self.settings.trace_bytes, self.settings.replay_tokens)
