@@ -31,7 +31,7 @@ showed then, and what every capture shows it.
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -143,7 +143,7 @@ def render_prompt(
     template's clock shows; None: now."""
     require_chat_template(tokenizer)
     try:
-        with _surroundings(asked_at, engine):
+        with _surroundings(asked_at):
             prompt = _prompt(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
         prompt.whole.encode()
         return prompt
@@ -166,26 +166,31 @@ class _Clock:
 
 
 @contextmanager
-def _surroundings(time: float | None, engine: Engine) -> Iterator[None]:
-    """Let templates see this time, and bound what they do. transformers takes both from its module alone, as it does
-    the `thinking` that it adds to reasoning from 5.24 on, and SGLang's does not."""
-    from transformers.utils import chat_template_utils  # slow to import
+def _surroundings(time: float | None) -> Iterator[None]:
+    """Let templates see this time, and bound what they do. transformers takes both from its modules alone.
 
-    own: dict[str, Any] = {"ImmutableSandboxedEnvironment": BoundedEnvironment}
-    own |= {} if time is None else {"datetime": _Clock(time)}
-    own |= {"_alias_reasoning_fields": _as_it_is} if engine == "sglang" else {}
-    before = {name: getattr(chat_template_utils, name) for name in own if hasattr(chat_template_utils, name)}
-    try:
-        for name in before:
-            setattr(chat_template_utils, name, own[name])
+    What it changes of messages from 5.24 on (fields without a value are gone, reasoning gets another name) it leaves:
+    engines are bound to versions before that (vLLM 0.33 to those below 5.21, SGLang 0.5.23 to 5.19).
+    """
+    from transformers import tokenization_utils_base  # slow to import
+    from transformers.utils import chat_template_utils
+
+    places: list[tuple[Any, str, Any]] = [
+        (chat_template_utils, "ImmutableSandboxedEnvironment", BoundedEnvironment),
+        (chat_template_utils, "_alias_reasoning_fields", _unchanged),
+        (tokenization_utils_base, "_normalize_chat_messages", _unchanged),
+    ]
+    places += [] if time is None else [(chat_template_utils, "datetime", _Clock(time))]
+    with ExitStack() as stack:
+        for module, name, value in places:
+            if hasattr(module, name):
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, value)
         yield
-    finally:
-        for name, value in before.items():
-            setattr(chat_template_utils, name, value)
 
 
-def _as_it_is(chat: Any) -> Any:
-    return chat
+def _unchanged(messages: Any) -> Any:
+    return messages
 
 
 def require_chat_template(tokenizer: Any) -> None:
@@ -331,9 +336,7 @@ def _shown(message: Message, parts: bool, engine: Engine) -> dict[str, Any]:
         if message.tool_calls:
             shown["tool_calls"] = calls_with_objects(message.tool_calls, engine)
         if message.reasoning is not None:
-            # transformers adds `thinking` from 5.24 on: with it here, a prompt is the same under every version.
-            reasoning = dict.fromkeys(("reasoning", "reasoning_content"), message.reasoning)
-            shown = {"thinking": message.reasoning, **shown, **reasoning}
+            shown |= dict.fromkeys(("reasoning", "reasoning_content"), message.reasoning)
     if message.role == "tool" and message.tool_call_id is not None:
         shown["tool_call_id"] = message.tool_call_id
     if message.name is not None:

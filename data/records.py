@@ -359,7 +359,8 @@ def _message(raw: Any, engine: Engine, where: str) -> Message:
     if engine == "sglang":
         raw = message_of_sglang(raw, where)
         role = raw["role"]
-    if role == "developer" and raw.get("tools"):
+    # Without any, a template is shown none; an empty list is none to SGLang alone.
+    if role == "developer" and (raw.get("tools") if engine == "sglang" else raw.get("tools") is not None):
         raise LeftOut(where, "tools inside a message")
     # vLLM hands DeepSeek's `task` to the template, which no message of ours holds.
     if engine == "vllm" and raw.get("task") is not None:

@@ -16,8 +16,11 @@ _THOUGHTS = ("thinking", "redacted_thinking")
 _OPENAI_ROLES = ("system", "developer", "tool", "function")
 _OPENAI_FIELDS = (
     *("max_completion_tokens", "reasoning_effort", "frequency_penalty", "presence_penalty", "response_format"),
-    *("n", "seed", "logprobs", "stop"),
+    *("n", "seed", "logprobs", "top_logprobs", "stop", "documents", "include_reasoning", "continue_final_message"),
+    *("add_generation_prompt", "parallel_tool_calls", "logit_bias", "min_p", "repetition_penalty", "modalities"),
+    *("stream_options", "user", "store", "functions", "function_call"),
 )
+_OPENAI_PARTS = ("name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal")
 _PASSED_OVER = (
     *("reasoning", "reasoning_effort", "documents", "chat_template", "add_generation_prompt", "response_format"),
     *("continue_final_message", "truncate_prompt_tokens", "add_special_tokens", "session_params"),
@@ -46,13 +49,22 @@ def is_request(body: Mapping[str, Any]) -> bool:
         return True
     if isinstance(tools, list) and any(isinstance(tool, Mapping) and "input_schema" in tool for tool in tools):
         return True
-    blocks = [block for message in _objects(messages) for block in _objects(message.get("content"))]
+    said = [
+        (message.get("role"), block) for message in _objects(messages) for block in _objects(message.get("content"))
+    ]
+    blocks = [block for _, block in said]
     if any(block.get("type") in _BLOCKS or (block.get("type") == "image" and "source" in block) for block in blocks):
         return True
-    # Chat completions know parts with thoughts too.
+    # Chat completions know parts with thoughts too, and in messages of any role.
     other = any(body.get(name) is not None for name in _OPENAI_FIELDS)
-    other = other or any(message.get("role") in _OPENAI_ROLES for message in _objects(messages))
-    return not other and any(block.get("type") in _THOUGHTS for block in blocks)
+    other = (
+        other or isinstance(choice, str) or any(isinstance(tool.get("function"), Mapping) for tool in _objects(tools))
+    )
+    other = other or any(
+        message.get("role") in _OPENAI_ROLES or any(name in message for name in _OPENAI_PARTS)
+        for message in _objects(messages)
+    )
+    return not other and any(role == "assistant" and block.get("type") in _THOUGHTS for role, block in said)
 
 
 def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict[str, Any], Reason | None]:

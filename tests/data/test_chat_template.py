@@ -168,16 +168,20 @@ def test_calls_that_a_template_prints_whole_have_the_engines_order(prompt: Promp
     assert prompt(template, [message], engine="sglang") == f'{first}, "function": {sglang}}}'
 
 
-def test_reasoning_is_shown_under_the_names_that_templates_read(prompt: Prompt) -> None:
-    template = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}{% endfor %}"
+def test_reasoning_is_shown_under_the_names_that_engines_give_it(prompt: Prompt) -> None:
+    """transformers adds `thinking` from 5.24 on, and drops fields without a value; engines are bound to older ones."""
+    template = "{% for m in messages %}{{ m.role }}{{ m.reasoning_content }}{{ m.thinking }}{% endfor %}"
     message = said("assistant", "Noon.", reasoning="I need the clock")
-    assert prompt(template, [message]) == "assistantI need the clock"
+    for engine in ("vllm", "sglang"):
+        assert prompt(template, [message], engine=engine) == "assistantI need the clock"
     (vllm,), (sglang,) = (shown_messages([message], False, engine) for engine in ("vllm", "sglang"))
-    assert vllm["reasoning"] == vllm["reasoning_content"] == sglang["reasoning_content"] == "I need the clock"
-    assert next(iter(vllm)) == "thinking" and vllm["thinking"] == "I need the clock"
-    # SGLang's own transformers, older than 5.24, adds no other name.
-    assert {"reasoning", "thinking"}.isdisjoint(sglang)
-    assert prompt("{{ messages[0].thinking is defined }}", [message], engine="sglang") == "False"
+    shown = {"role": "assistant", "content": "Noon.", "reasoning_content": "I need the clock"}
+    assert sglang == shown and vllm == {**shown, "reasoning": "I need the clock"}
+    whole = "{# 'developer' #}{{ messages[0] | tojson }}"
+    assert (
+        prompt(whole, [said("developer", "Be brief.")])
+        == '{"role": "developer", "content": "Be brief.", "tools": null}'
+    )
 
 
 def test_names_and_call_ids_are_shown_where_engines_show_them() -> None:

@@ -207,6 +207,7 @@ def test_sglang_continues_an_assistants_message_only() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools that are not functions"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools that are not functions"),
         ({"messages": [{"role": "developer", "content": "x", "tools": [OPENAI]}]}, "tools inside a message"),
+        ({"messages": [{"role": "developer", "content": "x", "tools": []}]}, "tools inside a message"),  # shown as such
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "message part that is not text"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "message part that is not text"),
     ],

@@ -301,3 +301,12 @@ def test_parts_with_thoughts_are_of_either_api() -> None:
     assert is_request({"messages": talk, "max_tokens": 9})
     assert not is_request({"messages": talk, "max_completion_tokens": 9})
     assert not is_request({"messages": [{"role": "system", "content": "s"}, *talk]})
+    # Fields of chat completions (vLLM 0.33's schema), and thoughts where Anthropic's users and tools have none.
+    for more in (
+        {"documents": []},
+        {"tool_choice": "none"},
+        {"tools": [{"type": "function", "function": {"name": "x"}}]},
+    ):
+        assert not is_request({"messages": talk, **more})
+    for more in ({"tool_calls": None}, {"refusal": None}, {"role": "user"}):
+        assert not is_request({"messages": [ASKED, {**talk[1], **more}, ASKED], "max_tokens": 9})
