@@ -297,16 +297,17 @@ def test_answers_whole_and_streamed_are_the_same() -> None:
 
 
 def test_parts_with_thoughts_are_of_either_api() -> None:
-    talk = [ASKED, {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, *text("y")]}, ASKED]
+    said: dict[str, Any] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, *text("y")]}
+    talk = [ASKED, said, ASKED]
     assert is_request({"messages": talk, "max_tokens": 9})
     assert not is_request({"messages": talk, "max_completion_tokens": 9})
     assert not is_request({"messages": [{"role": "system", "content": "s"}, *talk]})
     # Fields of chat completions (vLLM 0.33's schema), and thoughts where Anthropic's users and tools have none.
-    for more in (
+    beside: list[dict[str, Any]] = [
         {"documents": []},
         {"tool_choice": "none"},
-        {"tools": [{"type": "function", "function": {"name": "x"}}]},
-    ):
-        assert not is_request({"messages": talk, **more})
-    for more in ({"tool_calls": None}, {"refusal": None}, {"role": "user"}):
-        assert not is_request({"messages": [ASKED, {**talk[1], **more}, ASKED], "max_tokens": 9})
+        {"tools": [{"function": {"name": "x"}}]},
+    ]
+    assert not any(is_request({"messages": talk, **more}) for more in beside)
+    inside: list[dict[str, Any]] = [{"tool_calls": None}, {"refusal": None}, {"role": "user"}]
+    assert not any(is_request({"messages": [ASKED, {**said, **more}, ASKED], "max_tokens": 9}) for more in inside)
