@@ -7,11 +7,12 @@ No pickle travels: a file that is one by name or by its first bytes is refused, 
 import posixpath
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from mlflow.entities import ViewType
+from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
@@ -87,17 +88,19 @@ def _repository(tracking: Tracking, uri: str) -> ArtifactRepository:
     found, address = _resolved(tracking, uri)
     client, settings = tracking.client, tracking.settings
     # 1) Where the store keeps its own: the experiment's place and those beside it; of a local database all, as it is
-    #    its owner's.
+    #    its owner's. Those of experiments that a server made over it (`mlflow-artifacts:`) only that server opens.
     own = client.get_experiment(tracking.experiment_id)
     places = [str(own.artifact_location).rstrip("/").removesuffix(f"/{own.experiment_id}"), *settings.artifact_roots]
+    roots = {_resolved(tracking, place)[1] for place in places}
     if urlsplit(tracking.uri).scheme.startswith("sqlite"):
-        places += [str(one.artifact_location) for one in client.search_experiments(view_type=ViewType.ALL)]
-    roots = sorted({_resolved(tracking, place)[1] for place in places})
+        for one in client.search_experiments(view_type=ViewType.ALL):
+            with suppress(MlflowException):
+                roots.add(_resolved(tracking, str(one.artifact_location))[1])
     # 2) Inside one of them: a file below the folder, another address on the same host or in the same bucket.
     if not any(_is_below(address, root) for root in roots):
         raise RegistryError(
-            f"{masked(uri)}: lies outside the store's own places ({masked(', '.join(roots))}); nothing was copied; "
-            "registry.artifact_roots names further ones that are to be trusted"
+            f"{masked(uri)}: lies outside the store's own places ({masked(', '.join(sorted(roots)))}); "
+            "nothing was copied; registry.artifact_roots names further ones that are to be trusted"
         )
     return found
 

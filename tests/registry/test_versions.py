@@ -145,6 +145,15 @@ def test_fetch_gives_the_same_files(
     assert contents(tmp_path / "empty") == contents(make_draft("one"))
 
 
+def test_an_experiment_that_a_server_made_over_the_database_bars_no_fetch(
+    tracking: Tracking, crowned: Version, tmp_path: Path
+) -> None:
+    made = tracking.client.create_experiment(f"served-{tmp_path.name}", artifact_location="mlflow-artifacts:/1")
+    assert fetch(tracking, TARGET, tmp_path / "out") == crowned
+    tracking.client.delete_experiment(made)
+    assert fetch(tracking, TARGET, tmp_path / "again") == crowned
+
+
 def test_fetch_refuses_an_occupied_folder(tracking: Tracking, crowned: Version, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
