@@ -52,8 +52,9 @@ demo: $(INSTALLED) $(TARGET)
 		echo "The draft is registered as candidate. If it is merely not worth serving on this machine, this promotes it:"; \
 		echo "  $(BIN)/draftforge promote configs/demo.yaml gate.min_speedup=0"; }
 
+# In the order of tests/conftest.py: slow files first. By itself xdist would begin with those of the most tests.
 test: $(INSTALLED) $(TARGET)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
 mutants: $(INSTALLED) $(TARGET)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/mutants.py --sample 10 --jobs $(WORKERS)

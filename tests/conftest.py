@@ -54,6 +54,12 @@ TINY_TEXT = [
 RunDistributed = Callable[..., list[Any]]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests begin first: a long one that begins last keeps one process waiting for the other."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Train what tests share before the first one starts: on a slow machine it would use up that test's timeout."""
     wanted = any("trained_drafts" in getattr(item, "fixturenames", ()) for item in session.items)
