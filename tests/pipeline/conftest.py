@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from distilled import Distilled, cached_stages
+from distilled import SMALL, Distilled, Snapshot, cached_stages
 from mlflow.tracking import MlflowClient
 
 from draftforge.pipeline import distill as flow
@@ -59,14 +59,7 @@ def recipe_in(tiny_target_folder: Path) -> Callable[..., Path]:
             },
             "capture": {"max_new_tokens": 12, "batch_size": 8, "top_k": 16, "tail_samples": 4, "shard_samples": 16},
             "drafts": {
-                "small": {
-                    "family": "small",
-                    "layers": 2,
-                    "steps": 4,
-                    "warmup_steps": 1,
-                    "tokens_per_step": 256,
-                    "score_every": 2,
-                },
+                "small": SMALL,
                 "eagle3": {
                     "family": "eagle3",
                     "draft_vocabulary": 200,
@@ -136,6 +129,32 @@ def stage_cache(finished_stages: Path) -> Iterator[None]:
     """Stages that another test of this session made are copied (see `cached_stages`)."""
     with cached_stages(finished_stages):
         yield
+
+
+@pytest.fixture(scope="session")
+def crowned_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    recipe_in: Callable[..., Path],
+    tiny_target_folder: Path,
+    finished_stages: Path,
+) -> Snapshot:
+    """A folder with a recipe of one small draft after `distill`, its champion, and its target. For `crowned`."""
+    root = tmp_path_factory.mktemp("crowned") / "scene"
+    shutil.copytree(tiny_target_folder, root / "target")
+    score = {"draft_tokens": [2], "decode_conversations": 2, "costs": {"prompts": 2, "rounds": 6, "warmup_rounds": 0}}
+    target = {"model": str(root / "target"), "device": "cpu"}
+    recipe = recipe_in(root, target=target, drafts={"small": SMALL}, score=score)
+    with cached_stages(finished_stages):
+        outcome = distill(Workspace(load_recipe(recipe)))
+    assert outcome is not None and outcome.decision.promote
+    return Snapshot(root, "saved")
+
+
+@pytest.fixture
+def crowned(crowned_once: Snapshot) -> Path:
+    """A recipe that has a champion, in a folder that is new for each test: change what you like."""
+    crowned_once.put_back()
+    return crowned_once.recipe
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import requests
+from distilled import Snapshot, restore
 from forked import command_line, killed_at, run, start
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
@@ -38,8 +39,7 @@ HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{8}\.(tmp|old)")
 class Scene:
     """A work folder whose champion is stale: its target was fine-tuned, and the log grew."""
 
-    root: Path
-    recipe: Path
+    stale: Snapshot
     old: str
     """Fingerprint of the target that the champion drafts for."""
     heir: str = ""
@@ -48,6 +48,14 @@ class Scene:
     """Folder of that retraining's training."""
     weights: dict[str, Tensor] = field(default_factory=dict)
     """Weights that it ends with."""
+
+    @property
+    def root(self) -> Path:
+        return self.stale.root
+
+    @property
+    def recipe(self) -> Path:
+        return self.stale.recipe
 
     @property
     def work(self) -> Path:
@@ -102,28 +110,22 @@ def draftforge(*arguments: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def made(recipe_in: Callable[..., Path], tiny_target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    root = tmp_path_factory.mktemp("faults") / "scene"
-    root.mkdir()
-    target = root / "target"
-    shutil.copytree(tiny_target_folder, target)
-    small = {"family": "small", "layers": 2, "steps": 4, "warmup_steps": 1, "tokens_per_step": 256, "score_every": 2}
-    score = {"draft_tokens": [2], "decode_conversations": 2, "costs": {"prompts": 2, "rounds": 6, "warmup_rounds": 0}}
-    recipe = recipe_in(root, target={"model": str(target), "device": "cpu"}, drafts={"small": small}, score=score)
-    assert draftforge("distill", str(recipe)) == 0
-    scene = Scene(root, recipe, Workspace(load_recipe(recipe)).target_fingerprint)
-    model = AutoModelForCausalLM.from_pretrained(target)
+def made(crowned_once: Snapshot) -> Scene:
+    crowned_once.put_back()
+    root, recipe = crowned_once.root, crowned_once.recipe
+    old = Workspace(load_recipe(recipe)).target_fingerprint
+    model = AutoModelForCausalLM.from_pretrained(root / "target")
     for weight in model.parameters():
         weight.data.mul_(1.02)
-    model.save_pretrained(target)
+    model.save_pretrained(root / "target")
     with (root / "code.jsonl").open("a") as log:
         for i in range(6):
             log.write(json.dumps({"domain": "code", "turns": [f"a later question {i} about loops {i * 3}?"]}) + "\n")
-    shutil.copytree(root, root.with_name("saved"))
+    scene = Scene(Snapshot(root, "stale"), old)
     assert draftforge("retrain", str(recipe)) == 0
     heir = scene.champions()[1]
     assert heir is not None
-    before = {path.name for path in root.with_name("saved").glob("work/train-*")}
+    before = {path.name for path in scene.stale.saved.glob("work/train-*")}
     (scene.training,) = {path.name for path in scene.work.glob("train-*")} - before
     scene.heir, scene.weights = heir.lineage.content, scene.trained()
     return scene
@@ -131,25 +133,9 @@ def made(recipe_in: Callable[..., Path], tiny_target_folder: Path, tmp_path_fact
 
 @pytest.fixture
 def scene(made: Scene) -> Scene:
-    """The scene as it was before any retraining, in its one place: the store names absolute paths."""
-    saved, database = made.root.with_name("saved"), Path("work") / "mlflow.db"
-    aside = made.root.with_name("mlflow.db")
-    (made.root / database).rename(aside)
-    shutil.rmtree(made.root)
-    shutil.copytree(saved, made.root)
-    aside.replace(made.root / database)
-    restore(saved / database, made.root / database)
+    """The scene as it was before any retraining."""
+    made.stale.put_back()
     return made
-
-
-def restore(saved: Path, database: Path) -> None:
-    """Give a database that connections are open to (MLflow keeps its own) what is in a saved one, by SQLite itself.
-
-    A connection keeps pages until the file's count of changes differs from the one that it saw. A plain copy sets that
-    back: as many changes as after the copy before, and the connection answers from before the copy.
-    """
-    with closing(sqlite3.connect(saved)) as source, closing(sqlite3.connect(database)) as target:
-        source.backup(target)
 
 
 def test_a_restored_database_has_no_older_pages(tmp_path: Path) -> None:

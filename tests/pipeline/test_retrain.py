@@ -38,20 +38,26 @@ def fine_tuned(folder: Path, out: Path) -> Path:
     return out
 
 
+def on_target(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe for another target."""
+    return recipe.model_copy(update={"target": recipe.target.model_copy(update={"model": str(folder)})})
+
+
+def champion_of(space: Workspace) -> Version:
+    found = champion(space.tracking, space.target_fingerprint)
+    assert found is not None
+    return found
+
+
 def test_a_changed_target_gets_a_draft_that_starts_from_the_old_one(
-    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    crowned: Path, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = load_recipe(write_recipe())
-    drafts = {"small": recipe.drafts["small"]}
-    space = Workspace(recipe.model_copy(update={"drafts": drafts}))
-    first = distill(space)
-    assert first is not None
-    changed = recipe.target.model_copy(update={"model": str(fine_tuned(tiny_target_folder, tmp_path / "tuned"))})
-    after = Workspace(recipe.model_copy(update={"drafts": drafts, "target": changed}))
-    capsys.readouterr()
+    space = Workspace(load_recipe(crowned))
+    first = champion_of(space)
+    after = Workspace(on_target(space.recipe, fine_tuned(tiny_target_folder, tmp_path / "tuned")))
     done = retrain_champion(after)
     stale = done.staleness.champion
-    assert done.outcome is not None and stale is not None and stale.reference == first.version.reference
+    assert done.outcome is not None and stale is not None and stale.reference == first.reference
     causes = {cause.kind: cause for cause in done.staleness.causes}
     assert causes["target"].verdict == "stale" and float(causes["acceptance"].numbers["now"]) >= 1
     assert causes["acceptance"].numbers["paired"] is True  # the same holdout, answered by both targets
@@ -59,11 +65,11 @@ def test_a_changed_target_gets_a_draft_that_starts_from_the_old_one(
     assert {run.info.status for run in runs} == {"FINISHED"}
     # Its start, the old champion as it is, was scored beside its heirs.
     (start,) = (row for row in done.outcome.scored.rows if row.start)
-    assert (start.step, start.start) == (0, first.version.reference) and start.tau.value >= 1
-    assert done.outcome.version.lineage.parent == first.version.reference
-    assert champion(space.tracking, space.target_fingerprint) is not None  # the old target keeps its draft
-    now = champion(after.tracking, after.target_fingerprint)
-    assert now is not None and now.reference == done.outcome.version.reference
+    assert (start.step, start.start) == (0, first.reference) and start.tau.value >= 1
+    assert done.outcome.version.lineage.parent == first.reference
+    assert champion_of(space) == first  # the old target keeps its draft
+    now = champion_of(after)
+    assert now.reference == done.outcome.version.reference
     checked = storage.read_json(after.root / STALENESS_FILE)
     assert checked["stale"] is False and checked["causes"] == []  # it has a champion again
     assert checked["champion"] == now.reference
@@ -75,11 +81,8 @@ def test_a_changed_target_gets_a_draft_that_starts_from_the_old_one(
 
 
 def test_another_tokenizer_means_a_cold_start_said_aloud(
-    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    crowned: Path, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = load_recipe(write_recipe())
-    recipe = recipe.model_copy(update={"drafts": {"small": recipe.drafts["small"]}})
-    distill(Workspace(recipe))
     other = tmp_path / "other"
     shutil.copytree(tiny_target_folder, other)
     tokenizer = storage.read_json(other / "tokenizer.json")
@@ -88,32 +91,27 @@ def test_another_tokenizer_means_a_cold_start_said_aloud(
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     storage.write_json(other / "tokenizer.json", tokenizer)
-    changed = recipe.model_copy(update={"target": recipe.target.model_copy(update={"model": str(other)})})
-    capsys.readouterr()
-    done = retrain_champion(Workspace(changed))
+    done = retrain_champion(Workspace(on_target(load_recipe(crowned), other)))
     assert done.outcome is not None and [cause.verdict for cause in done.staleness.causes] == ["stale", "unknown"]
     assert done.outcome.version.lineage.parent is None
     assert "another tokenizer" in capsys.readouterr().err
 
 
 def test_a_recipe_of_another_shape_starts_cold_and_says_so(
-    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    crowned: Path, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = load_recipe(write_recipe())
-    small = recipe.drafts["small"]
-    first = distill(Workspace(recipe.model_copy(update={"drafts": {"small": small}})))
-    assert first is not None
-    changed = recipe.target.model_copy(update={"model": str(fine_tuned(tiny_target_folder, tmp_path / "tuned"))})
+    recipe = load_recipe(crowned)
+    small, champion_name = recipe.drafts["small"], champion_of(Workspace(recipe)).reference
+    changed = on_target(recipe, fine_tuned(tiny_target_folder, tmp_path / "tuned"))
     three = small.model_copy(update={"layers": 3})
-    capsys.readouterr()
-    done = retrain_champion(Workspace(recipe.model_copy(update={"drafts": {"small": three}, "target": changed})))
-    said, champion_name = capsys.readouterr().err, first.version.reference
+    done = retrain_champion(Workspace(changed.model_copy(update={"drafts": {"small": three}})))
+    said = capsys.readouterr().err
     assert f"cold start, not from {champion_name}: drafts.small.layers = 3: {champion_name} has 2 layers" in said
     assert done.outcome is not None and done.outcome.version.lineage.parent is None
     assert load_draft(done.outcome.scored.chosen_folder, torch.device("cpu"), torch.float32).draft.lm.num_layers == 3  # type: ignore[union-attr]
 
-    again = recipe.target.model_copy(update={"model": str(fine_tuned(tmp_path / "tuned", tmp_path / "twice"))})
-    both = recipe.model_copy(update={"drafts": {"two": small, "three": three}, "target": again})
+    again = on_target(recipe, fine_tuned(tmp_path / "tuned", tmp_path / "twice"))
+    both = again.model_copy(update={"drafts": {"two": small, "three": three}})
     kept: list[Recipe] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(retraining, "distill", lambda space, *rest: kept.append(space.recipe))
@@ -124,19 +122,16 @@ def test_a_recipe_of_another_shape_starts_cold_and_says_so(
 
 
 def test_a_champion_whose_files_are_gone_is_replaced(
-    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    crowned: Path, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = load_recipe(write_recipe())
-    recipe = recipe.model_copy(update={"drafts": {"small": recipe.drafts["small"]}})
+    recipe = load_recipe(crowned)
 
     def vanish(version: Version) -> Version:
         shutil.rmtree(version.source.removeprefix("file://"))
         capsys.readouterr()
         return version
 
-    first = distill(Workspace(recipe))
-    assert first is not None
-    lost = vanish(first.version)
+    lost = vanish(champion_of(Workspace(recipe)))
     other = distill(Workspace(recipe.model_copy(update={"seed": 1})))  # another draft: nothing to compare it with
     assert other is not None and other.decision.promote and other.version.number == 2
     assert f"champion {lost.reference}: its files are gone" in other.decision.reasons[-1]
@@ -150,8 +145,7 @@ def test_a_champion_whose_files_are_gone_is_replaced(
     assert retrain_champion(Workspace(recipe.model_copy(update={"seed": 1}))).outcome is None
 
     lost = vanish(again.version)
-    changed = recipe.target.model_copy(update={"model": str(fine_tuned(tiny_target_folder, tmp_path / "tuned"))})
-    done = retrain_champion(Workspace(recipe.model_copy(update={"target": changed})))
+    done = retrain_champion(Workspace(on_target(recipe, fine_tuned(tiny_target_folder, tmp_path / "tuned"))))
     said = capsys.readouterr().err
     assert done.outcome is not None and done.outcome.version.lineage.parent is None
     assert "target changed" in said and f"cold start, not from {lost.reference}: its files are gone" in said

@@ -16,17 +16,12 @@ from draftforge.pipeline import staleness_evidence
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.retrain import dry_run, retrain_champion
 from draftforge.pipeline.workspace import STAGE_TAG, Workspace, in_stage, recorded, stage_of
-from draftforge.recipe import Recipe, load_recipe
+from draftforge.recipe import load_recipe
 from draftforge.registry.tracking import FAILURE_TAG
 from draftforge.registry.versions import champion
 
 WriteRecipe = Callable[..., Path]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("stage_cache")]
-
-
-def small(path: Path) -> Recipe:
-    recipe = load_recipe(path)
-    return recipe.model_copy(update={"drafts": {"small": recipe.drafts["small"]}})
 
 
 def contents(root: Path) -> dict[str, str]:
@@ -47,27 +42,19 @@ def never(*args: object, **kwargs: object) -> None:
     raise AssertionError("was called")
 
 
-@pytest.fixture
-def distilled(write_recipe: WriteRecipe) -> Path:
-    path = write_recipe()
-    outcome = distill(Workspace(small(path)))
-    assert outcome is not None and outcome.decision.promote
-    return path
-
-
-def test_while_nothing_changed_nothing_is_answered(distilled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_nothing_changed_nothing_is_answered(crowned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staleness_evidence, "answer_probe", never)
     monkeypatch.setattr(staleness_evidence, "mix_stage", never)
-    done = retrain_champion(Workspace(small(distilled)))
+    done = retrain_champion(Workspace(load_recipe(crowned)))
     assert done.outcome is None and done.staleness.causes == () and not done.refused
 
 
 def test_a_little_more_of_the_same_is_measured_and_left(
-    distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    crowned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    later(tmp_path, "support", 6)
+    later(crowned.parent, "support", 6)
     monkeypatch.setattr(retraining, "distill", never)
-    space = Workspace(small(distilled))
+    space = Workspace(load_recipe(crowned))
     for _ in range(2):  # and again: the same probe
         found = retrain_champion(Workspace(space.recipe)).staleness
         causes = {cause.kind: cause for cause in found.causes}
@@ -76,14 +63,14 @@ def test_a_little_more_of_the_same_is_measured_and_left(
         (probe,) = space.root.glob("probe-*")
     said = capsys.readouterr().err
     assert "up to date" in said and "on recent traffic" in said and "6 conversations" in said
-    later(tmp_path, "support", 2, start=50)
+    later(crowned.parent, "support", 2, start=50)
     retrain_champion(Workspace(space.recipe))
     (other,) = space.root.glob("probe-*")
     assert other != probe  # the one before is not kept
 
 
-def test_a_probe_holds_nothing_that_was_trained_on(distilled: Path, tmp_path: Path) -> None:
-    space = Workspace(small(distilled))
+def test_a_probe_holds_nothing_that_was_trained_on(crowned: Path) -> None:
+    space = Workspace(load_recipe(crowned))
     version = champion(space.tracking, space.target_fingerprint)
     assert version is not None
     mix = staleness_evidence.load_mix(staleness_evidence.mix_stage(staleness_evidence.Stages(space)).folder)
@@ -95,7 +82,7 @@ def test_a_probe_holds_nothing_that_was_trained_on(distilled: Path, tmp_path: Pa
     grown = taught.model_copy(update={"id": "grown", "cluster": "grown", "messages": [taught.messages[0], *reply]})
     (probed,) = staleness_evidence.new_conversations(space, version, [grown], known=())
     assert probed.asked_elsewhere == [0]  # the champion was trained on how the thread begins
-    few = small(distilled).retrain.model_copy(update={"probe_conversations": 3})
+    few = load_recipe(crowned).retrain.model_copy(update={"probe_conversations": 3})
     three = Workspace(space.recipe.model_copy(update={"retrain": few}))
     chosen = staleness_evidence.sample(three, unseen, first={unseen[-1].id})
     assert (
@@ -105,49 +92,48 @@ def test_a_probe_holds_nothing_that_was_trained_on(distilled: Path, tmp_path: Pa
     )
 
 
-def test_a_drifted_mix_is_stale_whatever_acceptance_says(
-    distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    later(tmp_path, "billing", 60)
+def test_a_drifted_mix_is_stale_whatever_acceptance_says(crowned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    later(crowned.parent, "billing", 60)
     starts: list[tuple[str, object]] = []
     monkeypatch.setattr(
         retraining, "distill", lambda space, start, mix, notes: starts.append((start.version.reference, notes))
     )
-    found = retrain_champion(Workspace(small(distilled))).staleness
+    found = retrain_champion(Workspace(load_recipe(crowned))).staleness
     drift = next(cause for cause in found.causes if cause.kind == "drift")
     assert drift.verdict == "stale" and "billing" in str(drift.numbers["moved"]) and "the mix drifted" in drift.text
     assert starts == [(found.champion.reference if found.champion else "", found.record())]
 
 
 def test_a_dry_run_changes_nothing(
-    distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    crowned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    later(tmp_path, "billing", 60)
-    work = tmp_path / "work"
+    later(crowned.parent, "billing", 60)
+    work = crowned.parent / "work"
     before = contents(work)
-    version = champion(Workspace(small(distilled)).tracking, Workspace(small(distilled)).target_fingerprint)
+    version = champion(Workspace(load_recipe(crowned)).tracking, Workspace(load_recipe(crowned)).target_fingerprint)
     assert version is not None
-    found = dry_run(small(distilled))
+    found = dry_run(load_recipe(crowned))
     said = capsys.readouterr().err
     assert found.stale and contents(work) == before
     assert f"would train small: 4 steps, warm, from {version.reference}: to do" in said
     assert f"would score {version.reference} as it is beside them, as step 0" in said
     assert f"would score, register, and meet the gate against champion {version.reference}" in said
-    shutil.rmtree(work)
-    assert not dry_run(small(distilled)).champion and not work.exists()
+    aside = work.rename(crowned.parent / "aside")
+    assert not dry_run(load_recipe(crowned)).champion and not work.exists()
+    aside.rename(work)  # the store is put back from there
     assert "no champion of any target yet" in capsys.readouterr().err
 
 
 def test_what_fails_outside_a_run_leaves_one_that_says_so(
-    distilled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    crowned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    later(tmp_path, "support", 6)
-    (tmp_path / "support.jsonl").write_text("{\n")
+    later(crowned.parent, "support", 6)
+    (crowned.parent / "support.jsonl").write_text("{\n")
     with pytest.raises(SystemExit) as ended:
-        main(["retrain", str(distilled)])
+        main(["retrain", str(crowned)])
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    tracking = Workspace(small(distilled)).tracking
+    tracking = Workspace(load_recipe(crowned)).tracking
     (failed,) = [one for one in tracking.client.search_runs([tracking.experiment_id]) if one.info.status == "FAILED"]
     assert failed.info.run_name == "tiny: retrain" and failed.data.tags[STAGE_TAG] == "mix"
     assert last.removeprefix("error: ") in failed.data.tags[FAILURE_TAG]
