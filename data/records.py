@@ -5,16 +5,14 @@ Every error names the line (`file:line`) and the broken rule, and quotes no text
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar, get_args
-
-from pydantic import BaseModel, ValidationError
+from typing import Any, get_args
 
 from .. import fingerprint
 from ..errors import InputError
-from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
+from ..specdec.sampling_settings import SamplingSettings
 from .conversation import (
     ROLES,
     Conversation,
@@ -29,23 +27,26 @@ from .logs.anthropic import BILLING_HEADER
 from .logs.chat import MOST_TOKENS, LeftOut, Timing, body_of, decoded
 from .logs.parsing import number, seconds
 from .served_request import (
+    LIMIT_FIELDS,
+    SAMPLING_FIELDS,
     Lookup,
+    draws_of,
     message_of_sglang,
     prompt_of,
+    quoted,
     refuse_what_cannot_be_made_again,
     shown_tools,
     template_args,
     unfollowed,
+    validated,
 )
 from .settings import LABEL, DatasetSource, DomainRule, FileSource, Shape, TargetSource
 
 _ID_DIGITS = 24
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
-_SAMPLING_FIELDS = tuple(SamplingSettings.model_fields)
-_LIMIT_FIELDS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 _NUMBERS = frozenset(
     (
-        *(*_SAMPLING_FIELDS, *_LIMIT_FIELDS, "prompt_tokens", "answer_tokens", "truncate_prompt_tokens"),
+        *(*SAMPLING_FIELDS, *LIMIT_FIELDS, "prompt_tokens", "answer_tokens", "truncate_prompt_tokens"),
         *("frequency_penalty", "presence_penalty", "min_tokens", "thinking_token_budget"),
     )
 )
@@ -66,6 +67,8 @@ _MEDIA: dict[Shape, tuple[str, ...]] = {
     "sharegpt": ("images", "videos", "audios", "image", "video", "audio"),
 }
 """Fields beside a conversation that hold what its text has marks for (`<image>`), by shape."""
+_SYSTEM = ("system", "system_prompt")
+"""Fields beside a plain conversation that hold its system prompt."""
 _SHAREGPT_ROLES: dict[str, str] = {
     "human": "user",
     "gpt": "assistant",
@@ -82,8 +85,6 @@ DEFAULT_COLUMNS: dict[Shape, str] = {
     "turns": "turns",
     "prompts": "prompt",
 }
-_SGLANG_MOST_PENALTY = 2.0
-M = TypeVar("M", bound=BaseModel)
 _TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {
     "refusal": "refusal",
     "thinking": "thinking",
@@ -210,18 +211,12 @@ def parse(
     if shape == "messages":
         size, prompt_end = prompt_of(_items(lookup, "messages", where), lookup, inner, engine, where)
         messages = messages[:size]
+    if timing is None:
+        labels = (source.domain_field, source.group_field)
+        messages = _with_system(messages, {name: line.get(name) for name in _SYSTEM if name not in labels}, where)
 
     # 3) All other fields, each checked by itself.
-    try:
-        sampling, given = _sampling(lookup, where)
-        limit = _max_new_tokens(lookup, engine, where)
-        if engine == "sglang" and sampling is not None and not _sglang_draws(sampling, lookup("top_k")):
-            raise LeftOut(where, "request that the engine refuses")
-    except InputError as error:
-        # SGLang logs a request before it looks at these.
-        if engine != "sglang" or timing is None or isinstance(error, LeftOut):
-            raise
-        raise LeftOut(where, "request that the engine refuses") from None
+    sampling, given, limit = draws_of(lookup, engine, timing is not None, where)
     record = Record(
         domain=_domain(source, lookup, where, messages),
         messages=tuple(messages),
@@ -232,7 +227,7 @@ def parse(
         engine=engine,
         sampling=sampling,
         # What was never a request, and names nothing, was left to no server.
-        server_sampling=tuple(name for name in _SAMPLING_FIELDS if name not in given) if given or timing else (),
+        server_sampling=tuple(name for name in SAMPLING_FIELDS if name not in given) if given or timing else (),
         max_new_tokens=limit,
         group=_group(source, lookup, where),
         source=index,
@@ -268,7 +263,7 @@ def timing_of(line: Mapping[str, Any], where: str) -> Timing:
         if count is None:
             continue
         if not isinstance(count, int) or isinstance(count, bool) or not 0 <= count <= MOST_TOKENS:
-            raise InputError(f"{where}: {name} {_quoted(count)}; must be a whole number from 0 to {MOST_TOKENS}")
+            raise InputError(f"{where}: {name} {quoted(count)}; must be a whole number from 0 to {MOST_TOKENS}")
 
     # The replica, by name or number.
     replica = line.get("replica")
@@ -383,7 +378,7 @@ def _message(raw: Any, engine: Engine, where: str) -> Message:
         "tool_call_id": raw.get("tool_call_id"),
         "tool_calls": calls if engine == "sglang" else calls or None,
     }
-    return _validated(Message, fields, where)
+    return validated(Message, fields, where)
 
 
 def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str | list[str], list[dict[str, Any]]]:
@@ -420,14 +415,20 @@ def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str |
     return (parts[0] if len(parts) == 1 else parts), others
 
 
+def _with_system(messages: list[Message], beside: Mapping[str, Any], where: str) -> list[Message]:
+    """Messages of a plain conversation with the system prompt that stands `beside` it. One that they begin with counts,
+    as for LLaMA-Factory. Raises LeftOut for a prompt that is no text."""
+    system = next((value for value in beside.values() if value), None)
+    if system is None or messages[0].role in ("system", "developer"):
+        return messages
+    if not isinstance(system, str):
+        raise LeftOut(where, "messages in an unread form")
+    return [Message(role="system", content=system), *messages] if system.strip() else messages
+
+
 def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
     messages: list[Message] = []
-    # A system prompt may stand beside the conversation, and again at its beginning.
-    items, system = _items(lookup, "conversations", where), lookup("system")
-    again = isinstance(items[0], dict) and items[0].get("from") == "system" and items[0].get("value") == system
-    if isinstance(system, str) and system.strip() and not again:
-        messages.append(Message(role="system", content=system))
-    for i, raw in enumerate(items):
+    for i, raw in enumerate(_items(lookup, "conversations", where)):
         item = f"{where}: conversations[{i}]"
         if not isinstance(raw, dict):
             raise InputError(f"{item}: is a JSON {_json_type(raw)}; must be an object with from and value")
@@ -435,7 +436,7 @@ def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
         role = _SHAREGPT_ROLES.get(raw["from"]) if isinstance(raw.get("from"), str) else None
         if role is None:
             names = ", ".join(sorted(_SHAREGPT_ROLES))
-            raise InputError(f"{item}: unknown role {_quoted(raw.get('from'))}; must be one of {names}")
+            raise InputError(f"{item}: unknown role {quoted(raw.get('from'))}; must be one of {names}")
         if raw["from"] == "function_call":
             content: list[str] | str = "" if engine == "sglang" else []
             messages.append(Message(role=role, content=content, tool_calls=_calls(raw.get("value"), item)))
@@ -447,12 +448,18 @@ def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
 
 
 def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls of a ShareGPT message: an object with name and arguments or a list of such, as they are or in JSON."""
+    """Tool calls of a ShareGPT message: an object with name and arguments or `parameters` (Llama's models write these),
+    or one of OpenAI's, or a list of such, as they are or in JSON."""
     found = decoded(value)
-    calls = found if isinstance(found, list) else [found]
+    calls = [
+        call["function"] if isinstance(call, dict) and isinstance(call.get("function"), dict) else call
+        for call in (found if isinstance(found, list) else [found])
+    ]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise InputError(f"{where}: value of a function_call must be JSON with a name and arguments")
-    functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]
+    functions = [
+        {"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))} for call in calls
+    ]
     return [{"type": "function", "function": function} for function in functions]
 
 
@@ -508,7 +515,7 @@ def _domain(
             f"{where}: has no {source.domain_field}, and its source sets no domain; one of them{hint} must"
         )
     if not isinstance(domain, str) or not re.fullmatch(LABEL, domain):
-        raise InputError(f"{where}: {source.domain_field} {_quoted(domain)}; must be a label that matches {LABEL}")
+        raise InputError(f"{where}: {source.domain_field} {quoted(domain)}; must be a label that matches {LABEL}")
     return domain
 
 
@@ -533,50 +540,8 @@ def _counter(source: FileSource | DatasetSource | TargetSource, lookup: Lookup) 
     return f"{source.kind}{f', model {model}' if isinstance(model, str) and model else ''}{streamed}"
 
 
-def _sampling(lookup: Lookup, where: str) -> tuple[SamplingSettings | None, Collection[str]]:
-    """Logged sampling settings (None: none are logged), and the names of those that are. Without a temperature, others
-    were served at 1, the API's default, unless the model has one of its own."""
-    given = {name: lookup(name) for name in _SAMPLING_FIELDS if lookup(name) is not None}
-    top_k = given.get("top_k")
-    if top_k == -1 or (isinstance(top_k, int) and top_k > MOST_TOKENS):  # "off", and more than any vocabulary has
-        given["top_k"] = 0
-    return _validated(SamplingSettings, {**API_DEFAULTS, **given}, where) if given else None, given
-
-
-def _sglang_draws(sampling: SamplingSettings, top_k: Any) -> bool:
-    """Whether SGLang takes valid settings; `top_k`: as it was sent."""
-    return sampling.repetition_penalty <= _SGLANG_MOST_PENALTY and (top_k != 0 or sampling.greedy)
-
-
-def _max_new_tokens(lookup: Lookup, engine: Engine, where: str) -> int | None:
-    for name in _LIMIT_FIELDS:
-        limit = lookup(name)
-        if limit is None or (engine == "sglang" and name == "max_completion_tokens" and limit == 0):
-            continue
-        if engine == "sglang" and limit == 0 and not isinstance(limit, bool):
-            raise LeftOut(where, "no token asked for")
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise InputError(f"{where}: {name} {_quoted(limit)}; must be a whole number of at least 1")
-        return min(limit, MOST_TOKENS)
-    return None
-
-
-def _validated(model: type[M], values: dict[str, Any], where: str) -> M:
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise InputError(f"{where}: {field}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
-
-
 def _digest(value: Any) -> str:
     return fingerprint.of_json(value)[:_ID_DIGITS]
-
-
-def _quoted(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _json_type(value: Any) -> str:

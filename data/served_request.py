@@ -7,19 +7,26 @@ the whole list of fields.
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
 
 from ..errors import InputError
+from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
 from .chat_template import arguments_of_sglang
 from .conversation import Engine, PromptEnd
 from .logs.anthropic import MESSAGES_API
-from .logs.chat import LeftOut, Reason, decoded
+from .logs.chat import MOST_TOKENS, LeftOut, Reason, decoded
 from .logs.parsing import number
 from .settings import RESERVED_ARGS
 
+M = TypeVar("M", bound=BaseModel)
 Lookup = Callable[[str], Any]
 """Looks up a field by name in the line, then in its `request` object; None: neither has it."""
 
+SAMPLING_FIELDS = tuple(SamplingSettings.model_fields)
+LIMIT_FIELDS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
+_SGLANG_MOST_PENALTY = 2.0
 _TOKENS = ("prompt_token_ids", "input_ids", "prompt_embeds", "input_embeds")
 _ADAPTERS = ("lora_path", "lora_request", "lora_name")
 _SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message")
@@ -313,3 +320,66 @@ def unfollowed(request: Mapping[str, Any]) -> Iterator[str]:
     choice = request.get("tool_choice")
     if choice == "required" or _names_a_function(choice):
         yield "tool_choice"
+
+
+def draws_of(
+    lookup: Lookup, engine: Engine, logged: bool, where: str
+) -> tuple[SamplingSettings | None, Collection[str], int | None]:
+    """How the answer was drawn: its settings (None: none are named), the names of those that the request names, and the
+    most tokens (None: no limit).
+
+    `logged`: the request stands in a log. Raises InputError, and LeftOut for what SGLang refuses after it logged it.
+    """
+    try:
+        sampling, given = _sampling(lookup, where)
+        if engine == "sglang" and sampling is not None and not _sglang_draws(sampling, lookup("top_k")):
+            raise LeftOut(where, "request that the engine refuses")
+        return sampling, given, _max_new_tokens(lookup, engine, where)
+    except InputError as error:
+        if engine != "sglang" or not logged or isinstance(error, LeftOut):
+            raise
+        raise LeftOut(where, "request that the engine refuses") from None
+
+
+def _sampling(lookup: Lookup, where: str) -> tuple[SamplingSettings | None, Collection[str]]:
+    """Logged sampling settings (None: none are logged), and the names of those that are. Without a temperature, others
+    were served at 1, the API's default, unless the model has one of its own."""
+    given = {name: lookup(name) for name in SAMPLING_FIELDS if lookup(name) is not None}
+    top_k = given.get("top_k")
+    if top_k == -1 or (isinstance(top_k, int) and top_k > MOST_TOKENS):  # "off", and more than any vocabulary has
+        given["top_k"] = 0
+    return validated(SamplingSettings, {**API_DEFAULTS, **given}, where) if given else None, given
+
+
+def _sglang_draws(sampling: SamplingSettings, top_k: Any) -> bool:
+    """Whether SGLang takes valid settings; `top_k`: as it was sent."""
+    return sampling.repetition_penalty <= _SGLANG_MOST_PENALTY and (top_k != 0 or sampling.greedy)
+
+
+def _max_new_tokens(lookup: Lookup, engine: Engine, where: str) -> int | None:
+    for name in LIMIT_FIELDS:
+        limit = lookup(name)
+        if limit is None or (engine == "sglang" and name == "max_completion_tokens" and limit == 0):
+            continue
+        if engine == "sglang" and limit == 0 and not isinstance(limit, bool):
+            raise LeftOut(where, "no token asked for")
+        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+            raise InputError(f"{where}: {name} {quoted(limit)}; must be a whole number of at least 1")
+        return min(limit, MOST_TOKENS)
+    return None
+
+
+def validated(model: type[M], values: dict[str, Any], where: str) -> M:
+    """Values as a model; raises InputError that starts with `where` and names the first field that breaks a rule."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{where}: {field}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+
+
+def quoted(value: Any) -> str:
+    """A value for a message, cut to 40 characters."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."

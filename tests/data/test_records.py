@@ -94,16 +94,51 @@ def test_numbers_beyond_64_bits_are_no_limits() -> None:
     assert record.group == str(2**70)
 
 
-def test_a_sharegpt_system_prompt_counts_once() -> None:
-    talk = [{"from": "human", "value": "Hi"}]
-    for system, first, messages in (
-        ("s", [], [("system", "s")]),
-        ("s", [{"from": "system", "value": "s"}], [("system", "s")]),
-        ("s", [{"from": "system", "value": "t"}], [("system", "s"), ("system", "t")]),
-        ("", [{"from": "system", "value": "t"}], [("system", "t")]),
-    ):
-        record = read({"conversations": [*first, *talk], "system": system}, "sharegpt")
-        assert shown(record) == [*messages, ("user", "Hi")]
+BESIDE: dict[Shape, dict[str, Any]] = {
+    "sharegpt": {"conversations": [{"from": "human", "value": "Hi"}]},
+    "messages": {"messages": [{"role": "user", "content": "Hi"}]},
+    "turns": {"turns": ["Hi"]},
+    "prompts": {"prompt": "Hi"},
+}
+
+
+@pytest.mark.parametrize("shape", BESIDE)
+def test_a_system_prompt_beside_a_plain_conversation_stands_in_front_of_it(shape: Shape) -> None:
+    """That of the conversation itself wins, as in LLaMA-Factory's `SharegptDatasetConverter`."""
+    line = BESIDE[shape]
+    for name in ("system", "system_prompt"):
+        for system, shown_first in (("s", [("system", "s")]), ("", []), (" ", []), (None, [])):
+            assert shown(read({**line, name: system}, shape)) == [*shown_first, ("user", "Hi")]
+        with pytest.raises(LeftOut, match="messages in an unread form"):
+            read({**line, name: ["s"]}, shape)
+        # A label is none, and neither is a field of a request, which engines pass over.
+        assert shown(read({**line, name: "s"}, shape, group_field=name)) == [("user", "Hi")]
+        assert shown(read({**line, "request": {name: "s"}}, shape)) == [("user", "Hi")]
+
+
+def test_a_conversations_own_system_prompt_wins_over_that_beside_it() -> None:
+    own = [{"from": "system", "value": "t"}, {"from": "human", "value": "Hi"}]
+    assert shown(read({"conversations": own, "system": "s"}, "sharegpt")) == [("system", "t"), ("user", "Hi")]
+    for role in ("system", "developer"):
+        messages = [{"role": role, "content": "t"}, {"role": "user", "content": "Hi"}]
+        assert shown(read({"messages": messages, "system": "s"})) == [(role, "t"), ("user", "Hi")]
+
+
+@pytest.mark.parametrize(
+    "call, arguments",
+    [
+        ({"name": "f", "arguments": {"a": 1}}, {"a": 1}),
+        ({"name": "f", "arguments": '{"a": 1}'}, '{"a": 1}'),
+        ({"name": "f", "parameters": {"a": 1}}, {"a": 1}),  # Llama 3.1's form
+        ({"type": "function", "id": "c", "function": {"name": "f", "arguments": {"a": 1}}}, {"a": 1}),
+        ({"name": "f"}, {}),
+    ],
+)
+def test_calls_of_sharegpt_have_arguments_under_several_names(call: dict[str, Any], arguments: Any) -> None:
+    talk = [{"from": "human", "value": "Hi"}, {"from": "function_call", "value": json.dumps(call)}]
+    talk.append({"from": "observation", "value": "x"})
+    found = read({"conversations": talk}, "sharegpt").messages[1].tool_calls
+    assert found == [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
 
 
 def test_a_table_may_hold_messages_as_json_text() -> None:
