@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import loads
 import pyarrow as pa
 import pytest
+import torch
 
 from draftforge.errors import CorruptDataError, LostFilesError, TrackingError
 from draftforge.eval.cost_table import CostKey, CostTable
@@ -52,6 +53,7 @@ class MadeUpScorer:
     """Scores a checkpoint by its step alone."""
 
     def __init__(self, *args: Any) -> None:
+        self.device = torch.device("cpu")
         self.settings = args[0].recipe.score
         text: dict[str, Any] = {"domain": "d", "split": "selection", "prompt_ids": [1], "answer_ids": [2]}
         self.samples = [SimpleNamespace(cluster=f"c{n}", conversation=f"c{n}", **text) for n in range(40)]
