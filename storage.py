@@ -1,4 +1,4 @@
-"""Atomic files and folders, locks, free space, and paths that stay inside their root."""
+"""Atomic files and folders, locks, free space, and paths and names that stay inside their place."""
 
 import errno
 import itertools
@@ -18,6 +18,8 @@ from filelock import FileLock, Timeout
 
 from .errors import CorruptDataError, DiskFullError, DraftforgeError, InputError, LockedError, MissingFileError
 
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_REVISION = re.compile(r"\w[\w.-]{0,199}(?:/[\w.-]{1,200}){0,9}")
 _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
 _LEFTOVER = re.compile(r"\.(?P<final>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")  # what a kill may leave of a write
 # Messages of libraries that wrap a full disk in an error without errno (torch, safetensors, SQLite).
@@ -278,3 +280,14 @@ def inside(root: Path, name: str) -> Path:
     if not path.is_relative_to(root.resolve()):
         raise InputError(f"{name}: must stay inside {root}")
     return path
+
+
+def check_hub_name(name: str, revision: str | None, field: str) -> None:
+    """Raise MissingFileError for what is no id of a hub repository, InputError for what is no revision of one.
+
+    Anything else would be a path or an address to one of the libraries behind it, in its cache's folders too.
+    """
+    if not _HUB_ID.fullmatch(name) or ".." in name:
+        raise MissingFileError(f"{field}: {name}: no such folder, and not a hub id (owner/name)")
+    if revision is not None and (not _REVISION.fullmatch(revision) or ".." in revision):
+        raise InputError(f"{field}: {name}: revision {revision!r}: must be a branch, a tag or a commit")

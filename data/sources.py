@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from .. import fingerprint, progress
-from ..errors import InputError, MissingFileError, RecipeError, named
+from ..errors import DraftforgeError, InputError, RecipeError, named
+from ..storage import check_hub_name, inside, read_object
 from . import files
 from .concurrency import Traffic
 from .logs.chat import Entry, JoinedLines, LogReader
@@ -296,15 +297,14 @@ def _target_prompts(
 def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]:
     # 1) Open it, and see that it has the column.
     with _dataset_errors(source):
-        data = _open_dataset(source, base_dir)
+        data, rows_known = _open_dataset(source, base_dir)
     column = source.column or DEFAULT_COLUMNS[source.shape]
     if data.column_names is not None and column not in data.column_names:
         raise InputError(f"{name_of(source)}: has no column {column!r}; it has {', '.join(sorted(data.column_names))}")
 
     # 2) Rows one by one. Reading may fail at any of them, but the consumer's errors are not the dataset's.
     rows = iter(data)
-    title, total = f"reading {name_of(source)}", source.rows or (len(data) if hasattr(data, "__len__") else None)
-    with progress.bar(title, total, "rows") as advance:
+    with progress.bar(f"reading {name_of(source)}", source.rows or rows_known, "rows") as advance:
         for number in itertools.count(1):
             if source.rows is not None and number > source.rows:
                 return
@@ -318,23 +318,78 @@ def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]
                 advance(_ROWS_PER_UPDATE)
 
 
-def _open_dataset(source: DatasetSource, base_dir: Path) -> Any:
+def _open_dataset(source: DatasetSource, base_dir: Path) -> tuple[Any, int | None]:
+    """A dataset's rows, and their number where it is known. Raises InputError for one that reaches out of its place."""
     import datasets  # slow to import, and most mixes need none
 
-    # A folder made by `save_to_disk`: one split, or a dictionary of them.
+    # 1) A folder made by `save_to_disk`: one split, or a folder each.
     folder = base_dir / source.name
     if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
-        found = datasets.load_from_disk(str(folder))
-        if not isinstance(found, dict):
-            return found
-        if source.split not in found:
-            raise InputError(f"{folder}: has no split {source.split!r}; it has {', '.join(sorted(found))}")
-        return found[source.split]
-    # A folder of data files, or a name on the hub; a path that does not exist is no hub name.
-    if source.name.startswith((".", "/")) and not folder.is_dir():
-        raise MissingFileError(f"{folder}: no such folder")
+        saved = datasets.load_from_disk(str(_saved_split(folder, source.split))).with_format(None)
+        return _plain(saved.to_iterable_dataset()), len(saved)
+    # 2) A folder of data files, or a name on the hub.
+    if not folder.is_dir():
+        check_hub_name(source.name, source.revision, "name")
+        if Path(source.name).exists():
+            raise InputError(f"{source.name}: is a folder below the current one, not below the recipe's")
     name = str(folder) if folder.is_dir() else source.name
-    return datasets.load_dataset(name, source.config, split=source.split, revision=source.revision, streaming=True)
+    with _own_files(folder.resolve() if folder.is_dir() else f"hf://datasets/{name}@"):
+        builder = datasets.load_dataset_builder(name, source.config, revision=source.revision)
+    kinds = {kind.__name__ for kind in type(builder).__mro__}
+    if not kinds & _READ_AS:
+        raise InputError(f"its files are read as {type(builder).__name__}; must be JSON, CSV, Parquet, Arrow or text")
+    return _plain(builder.as_streaming_dataset(split=source.split)), None
+
+
+_READ_AS = {"Json", "Csv", "Parquet", "Arrow", "Text"}
+
+
+def _plain(rows: Any) -> Any:
+    """Rows with pictures and sounds as they are stored: a row may name any file of this machine as its picture."""
+    return rows if rows.features is None else rows.decode(False)
+
+
+def _saved_split(folder: Path, split: str) -> Path:
+    """Folder of a saved dataset's split, with no file of another place."""
+    place = folder
+    if (folder / "dataset_dict.json").is_file():
+        splits = read_object(folder / "dataset_dict.json").get("splits")
+        if not isinstance(splits, list) or split not in splits:
+            raise InputError(f"{folder}: has no split {split!r}; it has {', '.join(map(str, splits or []))}")
+        place = inside(folder, split)
+    for file in read_object(place / "state.json").get("_data_files") or []:
+        inside(place, str(file["filename"]))
+    return place
+
+
+@contextmanager
+def _own_files(root: Path | str) -> Iterator[None]:
+    """Inside, the datasets library finds files below `root` alone, a folder or an address.
+
+    The card of a dataset names its data files: any file of this machine, or any address, for all that the library says.
+    """
+    from datasets import data_files
+
+    resolve = data_files.resolve_pattern
+
+    def is_own(path: str) -> bool:
+        if isinstance(root, str):
+            return path.startswith(root) and "::" not in path and ".." not in path.split("/")
+        return "://" not in path and Path(path).resolve().is_relative_to(root)
+
+    def own(pattern: str, base_path: str, *args: Any, **kwargs: Any) -> list[str]:
+        alone = is_own(pattern if pattern.startswith("/") or "://" in pattern else f"{base_path}/{pattern}")
+        found: list[str] = resolve(pattern, base_path, *args, **kwargs) if alone and "::" not in pattern else [pattern]
+        odd = [path for path in found if not is_own(path)]
+        if odd or not alone:
+            raise InputError(f"its data file {(odd or found)[0][:100]} is none of its own")
+        return found
+
+    data_files.resolve_pattern = own
+    try:
+        yield
+    finally:
+        data_files.resolve_pattern = resolve
 
 
 @contextmanager
@@ -342,8 +397,8 @@ def _dataset_errors(source: DatasetSource) -> Iterator[None]:
     """Turn any error of the datasets library (no network, no such name, a broken file) into a one-line InputError."""
     try:
         yield
-    except (InputError, MissingFileError):
-        raise
+    except DraftforgeError as error:
+        raise type(error)(f"{name_of(source)}: {error}") from None
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise InputError(f"{name_of(source)}: the dataset cannot be read ({reason})") from None

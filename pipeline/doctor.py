@@ -235,9 +235,10 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
 
 def _check_server(uri: str, shown: str) -> Check:
     """Check an MLflow server by its /health endpoint; `shown`: its address without a password."""
-    import requests
+    from ..data.backends.http_json import bounded_session
 
-    code = requests.get(f"{uri.rstrip('/')}/health", timeout=PROBE_SECONDS).status_code
+    with bounded_session() as session:
+        code = session.get(f"{uri.rstrip('/')}/health", timeout=PROBE_SECONDS).status_code
     # A refusal means that a server is there and credentials are missing; any other error, that it is no MLflow server.
     if code in (401, 403):
         remedy = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"

@@ -25,7 +25,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .. import storage
-from ..data.backends.http_json import BearerAuth, UnusableError, read_body
+from ..data.backends.http_json import BearerAuth, UnusableError, bounded_session, read_body
 from ..errors import (
     AcceptanceMismatchError,
     CorruptDataError,
@@ -285,16 +285,15 @@ def _scrape(address: str) -> str:
 
     Raises UnusableError for another answer than 200 or one that is too large, requests.RequestException for none.
     """
-    with requests.Session() as session:
+    with bounded_session() as session:
         # Without this, requests would send a password of the user's .netrc.
         parts = urlsplit(address)
         given = parts.username is not None
         session.auth = (unquote(parts.username or ""), unquote(parts.password or "")) if given else BearerAuth(None)
-        until = time.monotonic() + _SCRAPE_SECONDS
         with session.get(address, timeout=_SCRAPE_SECONDS, allow_redirects=False, stream=True) as answer:
             if answer.status_code != HTTPStatus.OK:
                 raise UnusableError(f"answers {answer.status_code} {answer.reason}")
-            return read_body(answer, MOST_SCRAPE_BYTES, until).decode("utf-8", "replace")
+            return read_body(answer, MOST_SCRAPE_BYTES).decode("utf-8", "replace")
 
 
 def _champion(space: Workspace) -> tuple[Version, ModelVersion] | None:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 from mlflow.entities import ViewType
+from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -20,6 +21,7 @@ from mlflow.store.artifact.models_artifact_repo import REGISTERED_MODEL_META_FIL
 from mlflow.utils.rest_utils import augmented_raise_for_status, http_request
 
 from .. import storage
+from ..data.backends.http_json import extend_time
 from ..errors import FormatError, InputError, LostFilesError, MissingFileError, RegistryError
 from ..fingerprint import of_file
 from ..masking import masked
@@ -29,6 +31,7 @@ PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".npy", ".npz", ".pickle
 MOST_RECORD_BYTES = 256 << 20
 """Largest record of a run (a decision, counts, hashed clusters) that is downloaded to be read."""
 MOST_FILES, _DEEPEST, _PART_BYTES = 10_000, 20, 1 << 20
+_LEAST_BYTES_A_SECOND = 100_000
 _PICKLE_STARTS = (*(bytes((0x80, protocol)) for protocol in range(2, 6)), b"PK\x03\x04")  # raw; torch's zip
 
 
@@ -169,12 +172,13 @@ def _check_arrived(uri: str, files: Mapping[str, int], into: Path) -> None:
 def _download_from_server(server: HttpArtifactRepository, name: str, size: int, path: Path) -> None:
     """Download a file of an MLflow server, of which MLflow itself would write whatever comes.
 
-    Raises RegistryError for one that is longer than its declared size.
+    Raises RegistryError for one that is longer than its declared size, requests.ConnectionError for one that trickles.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     left = size
     reply = http_request(server._host_creds, posixpath.join("/", name), "GET", stream=True)  # type: ignore[no-untyped-call]
     with reply, path.open("wb") as file:
+        extend_time(reply, MLFLOW_HTTP_REQUEST_TIMEOUT.get() + size / _LEAST_BYTES_A_SECOND)  # type: ignore[no-untyped-call]
         augmented_raise_for_status(reply)  # type: ignore[no-untyped-call]
         for part in reply.iter_content(_PART_BYTES):
             left -= len(part)

@@ -19,6 +19,7 @@ from typing import TypeVar
 import requests
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from mlflow.utils import request_utils
 from mlflow.utils.rest_utils import http_request
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import NullPool, create_engine
@@ -26,6 +27,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from .. import storage
+from ..data.backends.http_json import BoundedAdapter
 from ..errors import DiskFullError, DraftforgeError, InputError, RegistryError, TrackingError, one_line
 from ..fingerprint import of_bytes, short
 from ..masking import masked
@@ -35,6 +37,13 @@ KIND_TAG, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 """Tag of an experiment, and its value by which MLflow's pages file it under model training and open its runs."""
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 T = TypeVar("T")
+
+
+class _MlflowAdapter(BoundedAdapter, request_utils.TCPKeepAliveHTTPAdapter):  # type: ignore[misc]
+    """MLflow's own adapter, with replies of bounded time and size; MLflow takes it from its module alone."""
+
+
+request_utils.TCPKeepAliveHTTPAdapter = _MlflowAdapter
 
 
 class RegistrySettings(BaseModel):

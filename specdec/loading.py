@@ -27,7 +27,6 @@ def load_model(source: str | Path, where: str, only_known: bool = False, **optio
     `where` begins the error's line; `only_known`: also refuse files with tensors that the model does not read. Raises
     FormatError.
     """
-    # A hub id is checked as far as transformers does.
     folder, code = Path(source), {"trust_remote_code": bool(options.get("trust_remote_code"))}
     with refused(where):
         if folder.is_dir():

@@ -17,7 +17,7 @@ from transformers import AutoConfig, GgufConfig, PreTrainedModel, PreTrainedToke
 from .. import fingerprint
 from ..errors import InputError, MissingFileError, one_line
 from ..progress import say
-from ..storage import read_object
+from ..storage import check_hub_name, read_object
 from .expressions import check_short, matching
 from .gguf_header import read_header
 from .kernels.fused import can_fuse, fuse
@@ -206,10 +206,7 @@ def _find(settings: TargetSettings) -> Source:
         if settings.gguf_file is not None and not (path / settings.gguf_file).is_file():
             raise MissingFileError(f"target.gguf_file: {path / settings.gguf_file}: no such file")
         return Source(path, settings.gguf_file)
-    # What looks like a path is not tried at the hub.
-    if settings.model.startswith(("/", ".", "~")) or settings.model.count("/") != 1:
-        raise MissingFileError(f"target.model: {settings.model}: no such folder, and not a hub id (owner/name)")
-    return Source(_snapshot(settings.model, settings.revision, "target.model"), settings.gguf_file)
+    return Source(snapshot(settings.model, settings.revision, "target.model"), settings.gguf_file)
 
 
 def resolve_device(device: str, dtype: str, field: str = "target.device") -> tuple[torch.device, torch.dtype]:
@@ -403,18 +400,22 @@ def _same(one: Path, other: Path) -> bool:
 
 def _adapter_folder(adapter: str) -> Path:
     path = Path(adapter).expanduser()
-    # A local folder, or a hub id that does not look like a path.
     folder = path if path.is_dir() else None
-    if folder is None and adapter.count("/") == 1 and not adapter.startswith(("/", ".", "~")):
-        folder = _snapshot(adapter, None, "target.adapter")
-    if folder is None or not (folder / ADAPTER_WEIGHTS).is_file():
+    if folder is None:
+        folder = snapshot(adapter, None, "target.adapter")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
         raise MissingFileError(f"target.adapter: {adapter}: no folder with adapter_model.safetensors")
     return folder
 
 
-def _snapshot(name: str, revision: str | None, field: str) -> Path:
+def snapshot(name: str, revision: str | None, field: str) -> Path:
+    """Folder of a hub repository's files, downloaded or found in the hub's cache.
+
+    Raises MissingFileError where there is none; InputError for what is no revision.
+    """
     from huggingface_hub import snapshot_download
 
+    check_hub_name(name, revision, field)
     patterns = ["*.safetensors", "*.json", "*.gguf", "*.txt", "*.py", *_TOKENIZER_FILES]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))

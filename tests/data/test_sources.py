@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,66 @@ def test_dataset_that_is_nowhere(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"^nobody/nothing\[train\]: the dataset cannot be read \(") as caught:
         reading(tmp_path, kind="dataset", name="nobody/nothing")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("card", "name"),
+    [
+        ("data_files: ROOT/secret.jsonl", "ROOT/secret.jsonl"),
+        ("data_files: ../secret.jsonl", "../secret.jsonl"),
+        ("data_files: link.jsonl", "link.jsonl"),
+        ("data_files: http://127.0.0.1:9/secret.jsonl", "http://127.0.0.1:9/secret.jsonl"),
+        ("data_files: 'text://secret.jsonl::file://ROOT/secret.jsonl'", "text://secret.jsonl::"),
+        ("data_files: own.jsonl, data_dir: ..", "own.jsonl"),
+    ],
+)
+def test_the_card_of_a_dataset_names_files_of_its_own_alone(tmp_path: Path, card: str, name: str) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (tmp_path / "secret.jsonl").write_text('{"prompt": "secret"}\n')
+    (folder / "own.jsonl").write_text('{"prompt": "own"}\n')
+    (folder / "link.jsonl").symlink_to("../secret.jsonl")
+    root = str(tmp_path)
+    (folder / "README.md").write_text(f"---\nconfigs:\n- {{config_name: x, {card.replace('ROOT', root)}}}\n---\n")
+    with pytest.raises(
+        InputError, match=f"its data file .*{re.escape(name.replace('ROOT', root))}.* is none of its own"
+    ):
+        reading(tmp_path, kind="dataset", name="files", shape="prompts")
+
+
+@pytest.mark.parametrize("name", ["csv", "../files", "http://host/x", "hf://a/b", "a/b/c", "a/..", "a/b@c", "-a/b"])
+def test_names_that_are_no_hub_ids_are_not_looked_up(tmp_path: Path, name: str) -> None:
+    with pytest.raises(MissingFileError, match=r"no such folder, and not a hub id \(owner/name\)"):
+        reading(tmp_path, kind="dataset", name=name)
+
+
+@pytest.mark.parametrize("revision", ["../../x", "a/../../b", "/etc", "a b", "", "a//b", "x" * 300])
+def test_revisions_that_are_none_are_not_looked_up(tmp_path: Path, revision: str) -> None:
+    with pytest.raises(InputError, match=r"must be a branch, a tag or a commit"):
+        reading(tmp_path, kind="dataset", name="owner/name", revision=revision)
+
+
+def test_a_folder_below_the_current_one_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here" / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(InputError, match=r"owner/name: is a folder below the current one, not below the recipe's"):
+        reading(tmp_path, kind="dataset", name="owner/name")
+
+
+def test_a_saved_dataset_reads_its_own_files_as_they_are_stored(tmp_path: Path) -> None:
+    stored = datasets.Features({"bytes": datasets.Value("binary"), "path": datasets.Value("string")})
+    features = datasets.Features({"prompt": datasets.Value("string"), "picture": stored})
+    rows = {"prompt": ["one"], "picture": [{"path": "/gone", "bytes": None}]}
+    datasets.Dataset.from_dict(rows, features=features).with_format("numpy").save_to_disk(str(tmp_path / "saved"))
+    info = tmp_path / "saved" / "dataset_info.json"
+    known = json.loads(info.read_text())
+    info.write_text(json.dumps(known | {"features": known["features"] | {"picture": {"_type": "Image"}}}))
+    assert texts(reading(tmp_path, kind="dataset", name="saved", shape="prompts")[0]) == ["one"]
+    state = tmp_path / "saved" / "state.json"
+    (tmp_path / "saved" / "data-00000-of-00001.arrow").rename(tmp_path / "out.arrow")
+    state.write_text(state.read_text().replace("data-00000-of-00001.arrow", "../out.arrow"))
+    with pytest.raises(InputError, match=r"\.\./out\.arrow: must stay inside"):
+        reading(tmp_path, kind="dataset", name="saved", shape="prompts")
 
 
 def test_prompts_of_the_target(tmp_path: Path) -> None:

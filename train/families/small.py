@@ -13,10 +13,10 @@ from ...data.batches import Batch, moved
 from ...data.conversation import Split
 from ...data.store import Capture
 from ...data.teacher_logprobs import Signals
-from ...errors import InputError, MissingFileError
+from ...errors import InputError
 from ...specdec.drafts.small import SmallDraft
 from ...specdec.loading import load_model, load_tokenizer
-from ...specdec.targets import Target, tokenizer_digest
+from ...specdec.targets import Target, snapshot, tokenizer_digest
 from ..losses.expected_length import chains_of_runs
 from ..losses.linear_head import Head, LossSettings, Rows, head_of
 from ..losses.objectives import StoredDistribution, stored_entries
@@ -113,7 +113,8 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         target = load_target()
         if settings.from_model is not None:
             _other_tokenizer(settings, settings.from_model, target)
-            config = AutoConfig.from_pretrained(settings.from_model, **_hub_options(settings))
+            folder = _folder(settings, settings.from_model)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
         else:
             layers_prefix(target.model, target.num_layers)
             config = prune_config(target.config, _kept_layers(settings, target.num_layers))
@@ -186,17 +187,16 @@ def _kept_layers(settings: SmallSettings, total: int) -> list[int]:
     return settings.layers
 
 
-def _hub_options(settings: SmallSettings) -> dict[str, Any]:
-    return {"revision": settings.revision, "trust_remote_code": settings.trust_remote_code}
+def _folder(settings: SmallSettings, name: str) -> Path:
+    """Folder of another model: a local one, or the hub's files of it."""
+    path = Path(name).expanduser()
+    return path if path.is_dir() else snapshot(name, settings.revision, "draft.from_model")
 
 
 def _other_tokenizer(settings: SmallSettings, name: str, fits: Target | Capture) -> PreTrainedTokenizerBase:
     """Tokenizer of another model, which must be the target's."""
-    # A name that looks like a path must be one: otherwise it would be looked up on the hub.
-    where = f"draft.from_model: {name}"
-    if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
-        raise MissingFileError(f"{where}: no such folder")
-    tokenizer = load_tokenizer(name, where, **_hub_options(settings))
+    folder, code = _folder(settings, name), settings.trust_remote_code
+    tokenizer = load_tokenizer(folder, f"draft.from_model: {name}", trust_remote_code=code)
     check_same_tokenizer("draft.from_model", name, tokenizer_digest(tokenizer), fits)
     return tokenizer
 
@@ -206,8 +206,8 @@ def _other_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     # The tokenizer is checked before the weights are loaded.
     tokenizer = _other_tokenizer(settings, name, capture)
-    options = _hub_options(settings)
-    model = load_model(name, f"draft.from_model: {name}", dtype=torch.float32, use_safetensors=True, **options)
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "use_safetensors": True}
+    model = load_model(_folder(settings, name), f"draft.from_model: {name}", dtype=torch.float32, **options)
     if model.get_output_embeddings().weight.shape[0] != capture.vocab_size:
         model.resize_token_embeddings(capture.vocab_size)  # rows past the tokenizer's last id are padding
     return model, tokenizer

@@ -8,9 +8,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import requests
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
 
-from draftforge.data.backends.http_json import JsonServer
+from draftforge.data.backends.http_json import BoundedAdapter, JsonServer, bounded_session, extend_time, read_body
 from draftforge.errors import EngineError
+from draftforge.registry.connect import quick_requests
 
 Write = Callable[[BaseHTTPRequestHandler], object]
 Serve = Callable[[Write, dict[str, str]], str]
@@ -24,11 +28,12 @@ def serve() -> Iterator[Serve]:
     def start(write: Write, headers: dict[str, str]) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.send_response(200)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.end_headers()
                 with suppress(OSError):
+                    self.send_response(200)
+                    for name, value in headers.items():
+                        self.send_header(name, value)
+                    if write is not trickling_headers:
+                        self.end_headers()
                     write(self)
 
             def log_message(self, format: str, *args: Any) -> None: ...
@@ -64,6 +69,11 @@ def trickling(handler: BaseHTTPRequestHandler) -> None:
         handler.wfile.write(b" ")
 
 
+def trickling_headers(handler: BaseHTTPRequestHandler) -> None:
+    handler.flush_headers()
+    trickling(handler)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_reply_without_end_is_not_read_on(serve: Serve, packed: bool) -> None:
     bomb = gzip.compress(bytes(50_000_000))
@@ -74,9 +84,25 @@ def test_a_reply_without_end_is_not_read_on(serve: Serve, packed: bool) -> None:
         asked(url)
 
 
-def test_a_reply_that_trickles_ends_with_its_time(serve: Serve) -> None:
-    with pytest.raises(EngineError, match="the reply is not complete in time"):
-        asked(serve(trickling, {}), seconds=0.5)
+@pytest.mark.parametrize("write", [trickling, trickling_headers])
+def test_a_reply_that_trickles_ends_with_its_time(serve: Serve, write: Write) -> None:
+    with pytest.raises(EngineError, match=r"no reply .*Read timed out"):
+        asked(serve(write, {}), seconds=0.5)
+
+
+@pytest.mark.parametrize("write", [trickling, trickling_headers, endless])
+def test_mlflow_takes_bounded_replies(serve: Serve, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BoundedAdapter, "most_bytes", 1000)
+    said = r"has more than 1\.00 kB" if write is endless else "timed out"
+    with quick_requests(60 if write is endless else 1), pytest.raises(MlflowException, match=said):
+        MlflowClient(serve(write, {})).get_experiment("1")
+
+
+def test_a_download_has_more_time_by_its_size(serve: Serve) -> None:
+    with bounded_session() as session, session.get(serve(trickling, {}), stream=True, timeout=60) as reply:
+        extend_time(reply, 0.3)
+        with pytest.raises(requests.ConnectionError, match="timed out"):
+            read_body(reply, 1000)
 
 
 def test_a_deep_reply_is_unusable(serve: Serve) -> None:
