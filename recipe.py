@@ -275,6 +275,9 @@ def _parse_yaml(text: str, where: str) -> Any:
         raise RecipeError(f"{where}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
+
+
 def _check_nodes(root: yaml.Node, where: str) -> None:
     """Raise RecipeError for a document that is too deep, or too large once its aliases are followed.
 
@@ -290,6 +293,9 @@ def _check_nodes(root: yaml.Node, where: str) -> None:
         if id(node) in open_nodes or len(open_nodes) >= _MOST_LEVELS:
             raise RecipeError(f"{where}: not valid YAML: nested deeper than {_MOST_LEVELS} levels")
         open_nodes.add(id(node))
+        if isinstance(node, yaml.ScalarNode) and _NO_TEXT.search(node.value):
+            line = node.start_mark.line + 1
+            raise RecipeError(f"{where}: line {line}: {node.value[:80]!a}: holds a NUL or half of a character")
         inner = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else ()
         pairs = inner if isinstance(node, yaml.MappingNode) else ((one,) for one in inner)
         sizes[id(node)] = 1 + sum(size(one) for pair in pairs for one in pair)
@@ -406,7 +412,7 @@ def _explain(errors: Iterable[ErrorDetails], raw: Any, schema: Schema) -> list[s
     # By dotted key: a union reports one error for each of its members, and the first one is enough.
     for error in errors:
         keys = _keys_of(error, raw)
-        dotted = ".".join(map(str, keys)) or "recipe"
+        dotted = ".".join(str(key) if len(str(key)) <= 80 else f"{str(key)[:77]}..." for key in keys) or "recipe"
         if error["type"] == "extra_forbidden" and dotted in _REPLACED:
             unknown.append(f"{dotted}: {_REPLACED[dotted]}")
         elif error["type"] == "extra_forbidden":

@@ -10,6 +10,7 @@ that holds itself twice, over and over) is counted before it is done.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sized
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
@@ -19,10 +20,10 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-LONGEST_TEMPLATE = 1 << 20  # characters
-MOST_STEPS = 1 << 24
-STEPS_EACH = 256
-"""Steps for each character and item of what the template is given, beyond `MOST_STEPS`."""
+from ..specdec.expressions import TemplateLimits
+
+LIMITS: ContextVar[TemplateLimits] = ContextVar("template limits", default=TemplateLimits())  # noqa: B039  frozen
+"""Limits of what is being rendered: templates are compiled once, for all."""
 _ROUND = 32
 _MOST_BITS = 1 << 12
 _BUILTIN = (str, bytes, list, dict, tuple, int, float)
@@ -77,8 +78,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def begin(self, given: Any) -> None:
         """Begin a rendering of what is given."""
-        self._left = self._most = MOST_STEPS
-        self._left = self._most = MOST_STEPS + STEPS_EACH * self._size(given)
+        limits = LIMITS.get()
+        self._left = limits.steps
+        self._left = self._most = limits.steps + limits.steps_each * self._size(given)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         counted = _Counting().visit(source)
@@ -184,7 +186,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _spend(self, steps: int) -> None:
         self._left -= steps
         if self._left < 0:
-            raise SecurityError(f"takes more than {self._most:,} steps")
+            raise SecurityError(f"takes more than {self._most:,} steps; target.template_limits allows more")
 
     def _read(self, value: Any) -> Any:
         self._spend(self._size(value))

@@ -42,7 +42,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InputError, one_line
-from .bounded_templates import LONGEST_TEMPLATE, BoundedEnvironment
+from ..specdec.expressions import TemplateLimits
+from .bounded_templates import LIMITS, BoundedEnvironment
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn
 from .logs.anthropic import BILLING_HEADER, MESSAGES_API
 
@@ -143,7 +144,7 @@ def render_prompt(
     template's clock shows; None: now."""
     require_chat_template(tokenizer)
     try:
-        with _surroundings(asked_at):
+        with _surroundings(asked_at, getattr(tokenizer, "template_limits", LIMITS.get())):
             prompt = _prompt(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
         prompt.whole.encode()
         return prompt
@@ -166,7 +167,7 @@ class _Clock:
 
 
 @contextmanager
-def _surroundings(time: float | None) -> Iterator[None]:
+def _surroundings(time: float | None, limits: TemplateLimits) -> Iterator[None]:
     """Let templates see this time, and bound what they do. transformers takes both from its modules alone.
 
     What it changes of messages from 5.24 on (fields without a value are gone, reasoning gets another name) it leaves:
@@ -186,6 +187,7 @@ def _surroundings(time: float | None) -> Iterator[None]:
             if hasattr(module, name):
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
+        stack.callback(LIMITS.reset, LIMITS.set(limits))
         yield
 
 
@@ -216,8 +218,8 @@ def _prompt(
     tools = template_args.pop("tools", tools)
     several = engine == "sglang" and isinstance(tokenizer.chat_template, dict)
     template = next(iter(tokenizer.chat_template.values())) if several else tokenizer.get_chat_template(None, tools)
-    if len(template) > LONGEST_TEMPLATE:
-        raise TemplateError(f"it has {len(template):,} characters; at most {LONGEST_TEMPLATE:,} are allowed")
+    if len(template) > (longest := LIMITS.get().characters):
+        raise TemplateError(f"it has {len(template):,} characters; target.template_limits allows {longest:,}")
     shown = shown_messages(messages, takes_parts(template, engine), engine)
     if engine == "vllm" and not any(name in template for name in ('"developer"', "'developer'")):
         shown = _with_developer_as_system(shown)

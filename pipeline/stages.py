@@ -37,6 +37,7 @@ from ..eval.settings import SELECTION_SPLIT
 from ..eval.training_eval import SampledScore
 from ..progress import say
 from ..registry.lineage import Version
+from ..specdec.expressions import TemplateLimits
 from ..specdec.formats import META_FILE
 from ..specdec.formats.checkpoint import OWN_TARGET
 from ..specdec.targets import resolve_device, sampling_defaults
@@ -112,6 +113,8 @@ class Stages:
             self.space.target_fingerprint,
             str(resolve_device(recipe.target.device, recipe.target.dtype)[1]),
         ]
+        if recipe.target.template_limits != TemplateLimits():  # others may leave conversations out
+            inputs.append(recipe.target.template_limits.model_dump())
         if recipe.capture.answers is not None:
             with named("capture.answers"):
                 inputs.append(answers_digest(recipe.capture.answers))

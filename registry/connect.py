@@ -39,11 +39,11 @@ _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 T = TypeVar("T")
 
 
-class _MlflowAdapter(BoundedAdapter, request_utils.TCPKeepAliveHTTPAdapter):  # type: ignore[misc]
+class _MlflowAdapter(BoundedAdapter, request_utils.TCPKeepAliveHTTPAdapter):
     """MLflow's own adapter, with replies of bounded time and size; MLflow takes it from its module alone."""
 
 
-request_utils.TCPKeepAliveHTTPAdapter = _MlflowAdapter
+request_utils.TCPKeepAliveHTTPAdapter = _MlflowAdapter  # type: ignore[misc]
 
 
 class RegistrySettings(BaseModel):

@@ -1,4 +1,4 @@
-"""Regular expressions that come with a tokenizer or an adapter: searched in bounded time, or refused.
+"""Templates and regular expressions that come with a tokenizer or an adapter: bounded, or refused.
 
 An adapter's are matched by RE2, in time linear in the module's name. A tokenizer's run inside of its library, on
 Oniguruma, which gives up at a place after ten million steps; those whose steps may double with every character, a
@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
 
@@ -22,6 +23,19 @@ _PIECES = re.compile(
     r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*+\]|\((?:\?[^:=!<>)]*[:=!>]|\?<[=!]|\?<\w+>)?|\)|[*+?]|\{[\d,]*\}|.",
     re.DOTALL,
 )
+
+
+class TemplateLimits(BaseModel):
+    """What a rendering of a chat template may take; no template of a real model comes near."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    steps: int = Field(default=1 << 24, ge=1)
+    """Most steps: a round of a loop or a call of a macro is 32, a character or item that is read or made is one."""
+    steps_each: int = Field(default=256, ge=0)
+    """Further steps for each character and item of what is rendered."""
+    characters: int = Field(default=1 << 20, ge=1)
+    """Longest template."""
 
 
 def repeats(expression: str) -> tuple[int, bool]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import ContextLengthError, InputError
 from .accept_rules import check_rule, known_rule
+from .expressions import TemplateLimits
 from .models import CausalModel
 from .proposers.base import Proposer
 from .sampling_settings import SamplingSettings
@@ -241,6 +242,9 @@ class TargetSettings(BaseModel):
     shard: bool = False
     """In a training on several GPUs, each holds its share of every layer's weights: for a target larger than one card.
     Such a target only teaches; another engine answers for it."""
+
+    template_limits: TemplateLimits = TemplateLimits()
+    """Limits of its chat template; a conversation that goes over them is left out or refused."""
 
     @model_validator(mode="after")
     def _shards_plain_weights(self) -> "TargetSettings":

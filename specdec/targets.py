@@ -378,7 +378,18 @@ def load_target_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
 def _tokenizer_of(
     settings: TargetSettings, source: Source, where: str, options: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """Tokenizer of a target: its adapter's own, where that has one; else the model's, with the adapter's template."""
+    """Tokenizer of a target: its adapter's own, where that has one; else the model's, with the adapter's template.
+
+    `template_limits` of the settings goes along.
+    """
+    tokenizer = _own_tokenizer(settings, source, where, options)
+    tokenizer.template_limits = settings.template_limits
+    return tokenizer
+
+
+def _own_tokenizer(
+    settings: TargetSettings, source: Source, where: str, options: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
     # What the adapter has of its own; a copy of the model's is no news.
     folder = None if settings.adapter is None else _adapter_folder(settings.adapter)
     own = [] if folder is None else tokenizer_files(folder)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftforge.cli import main
-from draftforge.data import bounded_templates
 from draftforge.data.chat_template import render_text
 from draftforge.data.conversation import Message
 from draftforge.data.redact import Kind, Redactor
 from draftforge.errors import DraftforgeError, InputError
 from draftforge.eval.engine_metrics import parse
 from draftforge.recipe import load_recipe
+from draftforge.specdec.expressions import TemplateLimits
 from draftforge.specdec.formats.detect import read_draft
 from draftforge.specdec.formats.gguf.file import read_gguf
 from draftforge.specdec.formats.gguf.llama import write_llama
@@ -274,9 +274,8 @@ def test_templates(template: str) -> None:
         Message(role="assistant", content="Ho"),
         Message(role="user", content="?"),
     ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounded_templates, "MOST_STEPS", 1 << 18)
-        one_line(lambda: render_text(tokenizer, messages, [{"name": "f"}]))
+    tokenizer.template_limits = TemplateLimits(steps=1 << 18)
+    one_line(lambda: render_text(tokenizer, messages, [{"name": "f"}]))
 
 
 @given(st.lists(PIECES, max_size=14).map("".join))

@@ -390,3 +390,11 @@ def test_the_schema_describes_its_keys() -> None:
 )
 def test_every_shipped_recipe_loads(path: Path) -> None:
     assert recipe.load_recipe(path).drafts
+
+
+@pytest.mark.parametrize("value", ['"a\\0b"', '"\\ud800"'])
+def test_text_that_no_file_can_hold_is_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"name: x\ntarget:\n  model: {value}\n")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: line 3: .*: holds a NUL or half of a character"):
+        recipe.load_recipe(path)

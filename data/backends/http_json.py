@@ -101,7 +101,7 @@ class _TimedResponse(http.client.HTTPResponse):
 
     def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
         super().__init__(sock, *args, **kwargs)
-        self.reads = _TimedReads(sock, self.fp.detach())  # type: ignore[attr-defined]
+        self.reads = _TimedReads(sock, self.fp.detach())
         self.fp = io.BufferedReader(self.reads)
 
 

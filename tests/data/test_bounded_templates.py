@@ -11,10 +11,13 @@ from byte_level import byte_level_tokenizer
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from draftforge.data import bounded_templates
-from draftforge.data.bounded_templates import LONGEST_TEMPLATE, BoundedEnvironment
+from draftforge.data.bounded_templates import LIMITS, BoundedEnvironment
 from draftforge.data.chat_template import render_text
 from draftforge.data.conversation import Message
+from draftforge.errors import InputError
+from draftforge.specdec.expressions import TemplateLimits
+from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.targets import load_target_tokenizer
 
 ASK = [Message(role="user", content="Hi"), Message(role="assistant", content="Ho"), Message(role="user", content="?")]
 DOUBLED = "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
@@ -67,19 +70,19 @@ HOSTILE = {
     "nesting of brackets": "{{ " + "(" * 3000 + ")" * 3000 + " }}",
     "nesting of lists": "{{ " + "[" * 5000 + "]" * 5000 + " }}",
     "a chain of sums": "{{ " + "+".join("1" * 20000) + " }}",
-    "size": "x" * (LONGEST_TEMPLATE + 1),
+    "size": "x" * (TemplateLimits().characters + 1),
     "attribute": "{{ messages.__class__.__mro__ }}",
     "index": "{{ {}['a'].b }}{{ [][3].c }}",
 }
 _SCRIPT = """
 import json, resource, sys
-from draftforge.data import bounded_templates
 from byte_level import byte_level_tokenizer
 from draftforge.data.chat_template import render_text
 from draftforge.data.conversation import Message
 from draftforge.errors import InputError
+from draftforge.specdec.expressions import TemplateLimits
 tokenizer = byte_level_tokenizer(["Hi there"], 262)
-bounded_templates.MOST_STEPS = 1 << 20
+tokenizer.template_limits = TemplateLimits(steps=1 << 20)
 resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
 messages = [Message.model_validate(one) for one in json.loads(sys.argv[1])]
 for name, template in json.load(sys.stdin).items():
@@ -140,14 +143,25 @@ def test_usual_templates_render_as_in_jinjas_own_sandbox() -> None:
         assert BoundedEnvironment(**options).from_string(template).render(messages=messages) == expected
 
 
-def test_steps_are_counted_alike_each_time_and_grow_with_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_templates, "MOST_STEPS", 2_000)
+def test_steps_are_counted_alike_each_time_and_grow_with_what_is_given() -> None:
+    outside = LIMITS.set(TemplateLimits(steps=2_000))
     template = BoundedEnvironment().from_string("{% for i in range(n) %}{% endfor %}")
     for _ in range(3):
         assert template.render({"n": 60}) == ""
-        with pytest.raises(SecurityError, match=r"takes more than .* steps"):
+        with pytest.raises(SecurityError, match=r"takes more than .* steps; target\.template_limits allows more"):
             template.render({"n": 600})
     assert template.render({"n": 600, "messages": ["a" * 1_000]}) == ""
+    LIMITS.reset(outside)
+
+
+def test_the_limits_of_a_target_hold_for_its_template(tiny_target_folder: Path) -> None:
+    limits = TemplateLimits(steps=1, steps_each=0)
+    tokenizer = load_target_tokenizer(TargetSettings(model=str(tiny_target_folder), template_limits=limits))
+    with pytest.raises(InputError, match=r"takes more than 1 steps; target\.template_limits allows more"):
+        render_text(tokenizer, ASK)
+    tokenizer.template_limits = TemplateLimits(characters=1)
+    with pytest.raises(InputError, match=r"characters; target\.template_limits allows 1\)"):
+        render_text(tokenizer, ASK)
 
 
 def test_a_template_of_many_messages_has_steps_to_spare() -> None:
