@@ -27,8 +27,14 @@ Lookup = Callable[[str], Any]
 SAMPLING_FIELDS = tuple(SamplingSettings.model_fields)
 LIMIT_FIELDS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 _SGLANG_MOST_PENALTY = 2.0
-_TOKENS = ("prompt_token_ids", "input_ids", "prompt_embeds", "input_embeds")
-_ADAPTERS = ("lora_path", "lora_request", "lora_name")
+_TOKENS: dict[Engine, tuple[str, ...]] = {
+    "vllm": ("prompt_token_ids", "input_ids", "prompt_embeds", "input_embeds"),
+    "sglang": ("input_ids", "input_embeds"),
+}
+_ADAPTERS: dict[Engine, tuple[str, ...]] = {
+    "vllm": ("lora_path", "lora_request", "lora_name"),
+    "sglang": ("lora_path",),
+}
 _SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message")
 _REFUSED_BY_SGLANG = ("tools", *_SET_BY_ENGINE)
 _EFFORTS = (
@@ -73,15 +79,15 @@ def refuse_what_cannot_be_made_again(
 ) -> None:
     """Raise LeftOut for a request whose prompt the target's own template does not make."""
     arguments = lookup("chat_template_kwargs")
-    templates = (lookup("chat_template"), arguments.get("chat_template") if isinstance(arguments, dict) else None)
-    # SGLang names an adapter behind the model.
-    adapted = engine == "sglang" and ":" in str(request.get("model", ""))
+    own = isinstance(arguments, dict) and bool(arguments.get("chat_template"))
+    # SGLang names an adapter behind the model, and passes over fields that are vLLM's.
+    adapted, vllm = engine == "sglang" and ":" in str(request.get("model", "")), engine == "vllm"
     reasons: dict[Reason, bool] = {
-        "chat template of its own": any(templates),
-        "prompt given as tokens": any(request.get(name) is not None for name in _TOKENS),
-        "prompt cut to a number of tokens": _cut(lookup("truncate_prompt_tokens"), logged_prompt_tokens),
-        "special tokens added to the prompt": request.get("add_special_tokens") is True,
-        "answered by an adapter": adapted or any(request.get(name) for name in _ADAPTERS),
+        "chat template of its own": own or (vllm and bool(lookup("chat_template"))),
+        "prompt given as tokens": any(request.get(name) is not None for name in _TOKENS[engine]),
+        "prompt cut to a number of tokens": vllm and _cut(lookup("truncate_prompt_tokens"), logged_prompt_tokens),
+        "special tokens added to the prompt": vllm and request.get("add_special_tokens") is True,
+        "answered by an adapter": adapted or any(request.get(name) for name in _ADAPTERS[engine]),
         "prompt continued from another request": bool(request.get("session_params")),
     }
     for reason, applies in reasons.items():
@@ -280,7 +286,7 @@ def _tool_of_sglang(function: Mapping[str, Any], deferred: Any, kind: str) -> di
     fields = ("description", "name", "parameters", "strict", "defer_loading")
     # Fields in the order of the request, then the schema's others; what was said beside the function is one of these.
     order = [name for name in function if name in fields]
-    if deferred is not None and order[-1] == "defer_loading":
+    if deferred is not None and deferred == function["defer_loading"] and order[-1] == "defer_loading":
         order.pop()
     order += fields
     shown = {name: function.get(name) for name in order if name in fields[:3] or function.get(name) is not None}

@@ -110,6 +110,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
         HI + '[{"type": "function", "function": {"parameters": {"type": "object"}, "name": "f", "description": null, '
         '"defer_loading": true}, "defer_loading": true}]',
     ),
+    "a tool that says another thing than what stands beside it": (
+        SHOWN,
+        {"tools": [{"function": {**TOOL, "defer_loading": False}, "defer_loading": True}]},
+        HI + '[{"type": "function", "function": {"parameters": {"type": "object"}, "name": "f", '
+        '"defer_loading": false, "description": null}, "defer_loading": true}]',
+    ),
     "a tool that is loaded later, as it says itself": (
         SHOWN,
         {"tools": [{"type": "function", "function": {"defer_loading": False, **TOOL}}]},
@@ -201,5 +207,7 @@ def test_what_sglang_never_answered_or_shows_in_another_form_is_left_out(request
 def test_what_sglang_takes_is_no_reason() -> None:
     schema = {"type": "object", "properties": {"type": {"type": ["string", "null"]}}, "default": {"type": "varchar"}}
     kept = {"tools": [{"function": {"name": "f", "parameters": schema}}], "temperature": 0, "top_k": 0}
-    record = asked(**kept, max_completion_tokens=0, max_tokens=5, repetition_penalty=2.0)
+    # Fields of vLLM's schema are none of its own.
+    others = {"add_special_tokens": True, "chat_template": "x", "truncate_prompt_tokens": 5, "prompt_token_ids": [1]}
+    record = asked(**kept, **others, max_completion_tokens=0, max_tokens=5, repetition_penalty=2.0)
     assert record.max_new_tokens == 5 and record.tools is not None
