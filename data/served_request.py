@@ -67,7 +67,7 @@ _MOST_EFFORT = 0.99
 _UNSET = (None, "auto")  # values of template arguments that vLLM leaves out
 _UNFOLLOWED = (
     *("frequency_penalty", "presence_penalty", "logit_bias", "bad_words", "allowed_token_ids", "use_beam_search"),
-    *("stop", "stop_token_ids", "stop_regex", "min_tokens", "ignore_eos", "thinking_token_budget"),
+    *("stop", "stop_token_ids", "stop_regex", "min_tokens", "min_new_tokens", "ignore_eos", "thinking_token_budget"),
     *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
     *("regex", "ebnf", "json_schema", "structural_tag", "grammar"),
     *("custom_logit_processor", "logits_processors", "watermarking", "watermark", "repetition_detection"),

@@ -25,6 +25,7 @@ _TEXT = re.compile(
 )
 _STAMP = re.compile(r'\[[^\]]*\] (?=\{"timestamp": ")')  # stands before the JSON form since its lines go to files
 _HEALTH = "HEALTH_CHECK"
+_RESPONSES = "resp_"  # begins the ids of `/v1/responses`, whose requests are never logged as the client sent them
 _CUT_AT = 1024  # level 2 keeps so many characters of both ends, with dots between them
 _SETTINGS = ("input_embeds", "lora_path", "session_params", "custom_logit_processor")
 _REQUEST, _REQUEST_EVENT = "Receive OpenAI", "request.received.openai"
@@ -146,7 +147,7 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
         reason = "no chat request"
     elif _failed(out):
         reason = "failed request"
-    elif has_requests:
+    elif has_requests and not str(obj.get("rid", "")).startswith(_RESPONSES):
         reason = "logged twice"
     elif isinstance(text, _Cut) or _shortened(text):
         reason = "text cut by the log"

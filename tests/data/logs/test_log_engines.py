@@ -441,5 +441,8 @@ def test_sglang_servers_that_log_requests_stand_beside_those_that_do_not(tmp_pat
     received = "[2026-11-28 10:00:00] Receive OpenAI: obj={'messages': [{'role': 'user', 'content': 'new'}]}"
     write_lines(tmp_path / "new.log", received, finished("r1", asked("new")))
     write_lines(tmp_path / "old.log", finished("r2", asked("old")))
+    # What came by `/v1/responses` is logged at its end alone.
+    write_lines(tmp_path / "other.log", received, finished("resp_1", asked("other")))
     read = read_log(tmp_path, "sglang")
-    assert [talk[0][1] for talk in read.talks] == ["new", "old"] and read.counts.left_out == {"logged twice": 1}
+    assert [talk[0][1] for talk in read.talks] == ["new", "old", "new", "other"]
+    assert read.counts.left_out == {"logged twice": 1}
