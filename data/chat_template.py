@@ -41,8 +41,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import InputError, one_line
-from ..specdec.expressions import TemplateLimits
+from ..errors import InputError
+from ..specdec.expressions import TemplateLimits, ids_of
 from .bounded_templates import LIMITS, BoundedEnvironment
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn
 from .logs.anthropic import BILLING_HEADER, MESSAGES_API
@@ -110,17 +110,11 @@ def render(
 
 
 def ids_of_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Ids of a rendered prompt. Raises InputError for an empty one."""
-    try:
-        # The template wrote special tokens; of a prefix SGLang takes off the first one alone.
-        ids: list[int] = tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-        more: list[int] = tokenizer(prompt.prefix)["input_ids"] if prompt.prefix else []
-        ids += more[1:] if more and more[0] == tokenizer.bos_token_id else more
-    except BaseException as error:
-        # What an expression of the tokenizer's gives up at, the library tells by an exception of Rust's own.
-        if type(error).__name__ != "PanicException":
-            raise
-        raise InputError(f"{tokenizer.name_or_path}: its tokenizer gives up: {one_line(error)}") from None
+    """Ids of a rendered prompt. Raises InputError for an empty one, and what `ids_of` does."""
+    # The template wrote special tokens; of a prefix SGLang takes off the first one alone.
+    ids = ids_of(tokenizer, prompt.text, add_special_tokens=False)
+    more = ids_of(tokenizer, prompt.prefix) if prompt.prefix else []
+    ids += more[1:] if more and more[0] == tokenizer.bos_token_id else more
     if not ids:
         raise InputError(f"{tokenizer.name_or_path}: its chat template makes an empty prompt of the messages")
     return ids

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError
 from ..storage import parse_json, size_text, size_unit
-from .read_limits import LEAST_ROW_BYTES, USUAL, CountedStream, Limits, TooLargeError, rows_within
+from .read_limits import LEAST_ROW_BYTES, USUAL, CountedStream, Limits, TooLargeError, memory_within, rows_within
 
 _PACKED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _UNPACKING = (EOFError, OSError, zlib.error, lzma.LZMAError)
@@ -537,17 +537,25 @@ def _checked_row(row: dict[Any, Any], where: str) -> dict[str, str]:
 def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
     number = 0
     try:
-        found = pq.ParquetFile(file.stream).metadata
-        _check_parquet_size(file, found)
-        # Text stays in its dictionary until a row is made of it: a small file may repeat a long text a million times.
-        # Arrow cannot do so inside lists; of those fewer rows are read at a time.
-        texts = [one.path for one in map(found.schema.column, range(found.num_columns)) if one.physical_type == _TEXT]
-        flat = [path for path in texts if "." not in path]
-        file.stream.seek(0)
-        table = pq.ParquetFile(file.stream, read_dictionary=flat)
+        with memory_within(file.path, file.limits):
+            found = pq.ParquetFile(file.stream).metadata
+            _check_parquet_size(file, found)
+            # Text stays in its dictionary until a row is made of it: a small file may repeat a long text a million
+            # times. Inside lists Arrow does so only where a whole part of the file has one dictionary, so of those
+            # fewer rows are read at a time.
+            every = map(found.schema.column, range(found.num_columns))
+            texts = [one.path for one in every if one.physical_type == _TEXT]
+            flat = [path for path in texts if "." not in path]
+            file.stream.seek(0)
+            table = pq.ParquetFile(file.stream, read_dictionary=flat)
         _require_column(file.path, table.schema_arrow.names, column)
         # One batch of rows is in memory at a time.
-        for batch in table.iter_batches(_ITEMS_PER_UPDATE if flat == texts else _NESTED_ROWS):
+        batches = table.iter_batches(_ITEMS_PER_UPDATE if flat == texts else _NESTED_ROWS)
+        while True:
+            with memory_within(file.path, file.limits):
+                batch = next(batches, None)
+            if batch is None:
+                break
             for row in rows_within(batch, file.limits.line_bytes):
                 number += 1
                 place = f"{file.path}: row {number}"

@@ -5,7 +5,9 @@ to a megabyte or more, and a table may repeat one long text a million times.
 """
 
 import io
+import resource
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import InputError
+from ..storage import size_text
 
 LONGEST_LINE_BYTES = 64 * 10**6
 LEAST_ROW_BYTES = 64
@@ -59,6 +62,35 @@ class CountedStream(io.RawIOBase):
         if self._read > self._limit:
             raise TooLargeError(f"{self._path}: unpacks to more than read_limits.unpacked_gigabytes allows")
         return count
+
+
+_MEMORY_LINES, _LEAST_MEMORY = 16, 256 << 20
+_USED = 5  # place of data and stack, in pages, in Linux's list of a process's sizes
+
+
+@contextmanager
+def memory_within(path: Path, limits: Limits) -> Iterator[None]:
+    """Inside, this process gets memory for so many more of the longest lines; Linux alone keeps to it.
+
+    A table is decoded by pages and columns, whose size nothing tells beforehand: a page of a kilobyte unpacks to
+    gigabytes, and so does a list that names one text over and over. Raises TooLargeError.
+    """
+    sizes = Path("/proc/self/statm")
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    used = int(sizes.read_text().split()[_USED]) * resource.getpagesize() if sizes.exists() else 0
+    room = max(_LEAST_MEMORY, _MEMORY_LINES * limits.line_bytes)
+    most = used + room
+    if used and (before == resource.RLIM_INFINITY or most < before):
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    try:
+        yield
+    except (MemoryError, pa.ArrowCapacityError):
+        raise TooLargeError(
+            f"{path}: takes more than {size_text(room)} of memory to unpack, {_MEMORY_LINES} times what "
+            "read_limits.line_megabytes allows"
+        ) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
 
 
 def rows_within(batch: pa.RecordBatch, longest: int) -> Iterator[dict[str, Any] | int]:

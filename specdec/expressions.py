@@ -2,11 +2,13 @@
 
 An adapter's are matched by RE2, in time linear in the module's name. A tokenizer's run inside of its library, on
 Oniguruma, which gives up at a place after ten million steps; those whose steps may double with every character, a
-repeat inside of a repeat, are refused.
+repeat inside of a repeat, are refused. Those that try each place of a long text anew are found out by their time.
 """
 
 import json
 import re
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,10 +16,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..errors import InputError
+from ..errors import FormatError, InputError, one_line
 
 _LONGEST = 10_000  # characters
 _LONGEST_NAME, _MOST_REPEATS = 300, 2
+_SECONDS, _SECONDS_EACH, _SLICE_SECONDS = 30.0, 1e-4, 0.5
+"""Time of tokenizing beside that for each character, a hundred times what it takes; how often it is looked at."""
+_SHORT = 512  # characters
 # What an expression consists of: escapes and classes are single pieces.
 _PIECES = re.compile(
     r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*+\]|\((?:\?[^:=!<>)]*[:=!>]|\?<[=!]|\?<\w+>)?|\)|[*+?]|\{[\d,]*\}|.",
@@ -95,3 +100,55 @@ def matching(expression: str, names: Sequence[str], where: str) -> list[str]:
     except pa.ArrowInvalid:
         raise InputError(f"{where}: {expression[:60]!r}: is no expression that can be matched in linear time") from None
     return [name for name, matched in zip(names, found.to_pylist()) if matched]
+
+
+class _Tokenizing:
+    """Characters that this process has tokenized, and the seconds that it waited for them."""
+
+    characters = 0
+    seconds = 0.0
+
+
+def ids_of(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Ids of a text of strangers, which a tokenizer of strangers makes.
+
+    Raises InputError where it gives up, FormatError for a tokenizer that takes a hundred times as long as others:
+    that ends the work, as nothing but the end of the process stops it.
+    """
+    found: list[list[int]] = []
+    errors: list[BaseException] = []
+
+    # The library holds no lock of Python's meanwhile, so that another thread can watch.
+    def work() -> None:
+        try:
+            found.append(list(tokenizer(text, **options)["input_ids"]))
+        except BaseException as error:
+            errors.append(error)
+
+    # A short text takes seconds at the most, which are counted behind it.
+    thread = threading.Thread(target=work, daemon=True)
+    _Tokenizing.characters += len(text)
+    before = time.monotonic()
+    if len(text) > _SHORT:
+        thread.start()
+        thread.join(_SLICE_SECONDS)
+    else:
+        work()
+    while True:
+        # A process that was stopped meanwhile has not waited.
+        _Tokenizing.seconds += min(time.monotonic() - before, _SLICE_SECONDS)
+        if _Tokenizing.seconds > _SECONDS + _SECONDS_EACH * _Tokenizing.characters:
+            raise FormatError(
+                f"{tokenizer.name_or_path}: its tokenizer took {_Tokenizing.seconds:.0f} s for "
+                f"{_Tokenizing.characters:,} characters: one of its expressions takes too long"
+            )
+        if not thread.is_alive():
+            break
+        before = time.monotonic()
+        thread.join(_SLICE_SECONDS)
+    for error in errors:
+        # What an expression gives up at, the library tells by an exception of Rust's own.
+        if type(error).__name__ == "PanicException":
+            raise InputError(f"{tokenizer.name_or_path}: its tokenizer gives up: {one_line(error)}") from None
+        raise error
+    return found[0]

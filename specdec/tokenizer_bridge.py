@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .drafts.base import DraftModule
 from .drafts.small import SmallDraft
+from .expressions import ids_of
 
 _CONTEXT = 4  # ids before a piece that tell how it is written there
 _WINDOW = 32  # target tokens that are spelled again together
@@ -60,7 +61,7 @@ class TokenizerBridge:
         return whole[len(before) :] if whole.startswith(before) else self._decode(ids[start:stop])
 
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        ids = ids_of(self._tokenizer, text, add_special_tokens=add_special_tokens, verbose=False)
         return [token for token in ids if token < self._size]
 
     def _decode(self, ids: Sequence[int]) -> str:

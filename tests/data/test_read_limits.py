@@ -150,6 +150,22 @@ def test_bombs_are_read_within_little_memory(tmp_path: Path) -> None:
     assert ended.code == 0, ended.said
 
 
+def test_lists_that_repeat_a_text_are_not_unpacked_into_memory(tmp_path: Path) -> None:
+    """A file of a kilobyte, whose first rows are gigabytes."""
+    count = 2 * files._NESTED_ROWS * 100
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), pa.array(["x" * 500_000]))
+    lists = pa.ListArray.from_arrays(pa.array(range(0, count + 1, 100), pa.int32()), texts)
+    pq.write_table(pa.table({"turns": lists}), tmp_path / "lists.parquet", compression="zstd", store_schema=False)
+    assert (tmp_path / "lists.parquet").stat().st_size < 5_000
+    ended = run(under_limits, [1000, 60, __file__, "_lists", str(tmp_path)], tmp_path / "log")
+    assert ended.code == 0, ended.said
+
+
+def _lists(folder: str) -> None:
+    (found,) = outcomes(Path(folder, "lists.parquet"), Limits(line_bytes=4_000_000))
+    assert "takes more than 268 MB of memory to unpack, 16 times what read_limits.line_megabytes allows" in found
+
+
 def _bombs(folder: str) -> None:
     limits = Limits(line_bytes=4_000_000)
     for name, values in (

@@ -13,8 +13,9 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftforge.errors import DraftforgeError, InputError
-from draftforge.specdec.expressions import matching, repeats
+from draftforge.errors import DraftforgeError, FormatError, InputError
+from draftforge.specdec import expressions
+from draftforge.specdec.expressions import ids_of, matching, repeats
 from draftforge.specdec.loading import load_tokenizer
 from draftforge.specdec.targets import _merge_adapter
 
@@ -123,3 +124,24 @@ def test_expressions_of_an_adapter_take_no_time(tmp_path: Path) -> None:
         with pytest.raises(DraftforgeError, match=r"^target\.adapter: ") as caught:
             _merge_adapter(tiny(), str(tmp_path))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("count", [1_000, 400])
+def test_an_expression_that_tries_each_place_anew_is_found_out(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Cubic time: a second for 1,000 characters, hours for a page; here the time that it may take is far below that."""
+    tokenizer = byte_level_tokenizer(["Hi there"], 262)
+    monkeypatch.setattr(expressions._Tokenizing, "seconds", 0.0)
+    monkeypatch.setattr(expressions._Tokenizing, "characters", 0)
+    text = "a" * count + "!b"
+    usual = ids_of(tokenizer, text)
+    assert usual == tokenizer(text)["input_ids"] and expressions._Tokenizing.characters == len(text)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("a*a*[bc]"), "isolated")
+    monkeypatch.setattr(expressions, "_SECONDS", 0.01)
+    monkeypatch.setattr(expressions, "_SECONDS_EACH", 0.0)
+    monkeypatch.setattr(expressions, "_SLICE_SECONDS", 0.02)
+    with pytest.raises(
+        FormatError, match=r"its tokenizer took 0 s for [\d,]+ characters: one of its expressions"
+    ) as said:
+        ids_of(tokenizer, text)
+    assert said.value.exit_code == 2
