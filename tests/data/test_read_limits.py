@@ -60,6 +60,7 @@ def test_a_line_that_is_too_long_is_one_error_and_the_next_one_is_read(tmp_path:
 
 
 @pytest.mark.parametrize("suffix", PACKERS)
+@pytest.mark.slow
 def test_what_unpacks_to_too_much_ends_there(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"x.jsonl{suffix}"
     line = json.dumps({"a": "x" * 90_000}).encode() + b"\n"
@@ -137,6 +138,7 @@ def test_what_is_over_a_limit_is_counted_where_the_source_skips_it(tmp_path: Pat
         assert records and counts.skipped == 1 and reason in counts.places["broken rule"][0][1]
 
 
+@pytest.mark.slow
 def test_bombs_are_read_within_little_memory(tmp_path: Path) -> None:
     many = gzip.compress(b"x" * 40_000_000) * 3
     (tmp_path / "nul.jsonl.gz").write_bytes(gzip.compress(bytes(40_000_000)) * 3)

@@ -36,6 +36,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Workers, "_others_ready", wait_for_others)
 
 
+@pytest.mark.slow
 def test_a_mix_of_every_kind_of_log_is_the_same_for_any_number_of_processes(tmp_path: Path) -> None:
     sources = [
         write_log(tmp_path, kind, 90, broken=(4, 50), first=900 * number) | {"skip_invalid": True}
@@ -51,6 +52,7 @@ def test_a_mix_of_every_kind_of_log_is_the_same_for_any_number_of_processes(tmp_
     assert manifest["redacted"]["email"] > 500 and manifest["left_out"]["broken rule"] == 2 * len(sources)
 
 
+@pytest.mark.slow
 def test_errors_and_their_order_are_the_same_for_any_number_of_processes(tmp_path: Path) -> None:
     sources = [write_log(tmp_path, kind, 40, broken=(3, 17)) for kind in LINES]
     settings = MixSettings.model_validate({"sources": sources})
@@ -113,6 +115,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.slow
 def test_nothing_is_left_of_a_run_that_was_stopped(number: signal.Signals, tmp_path: Path) -> None:
     """Ctrl-C reaches all processes of the terminal and only one of them answers; a kill reaches only the first."""
     command = [sys.executable, "-c", ENDLESS]

@@ -27,6 +27,7 @@ def places(recipe: Recipe) -> tuple[Path, Path]:
     return stages.captured.folder, stages.training("small").folder
 
 
+@pytest.mark.slow
 def test_a_larger_budget_goes_on_in_the_same_folder_and_trains_anew(write_recipe: Write, tmp_path: Path) -> None:
     path = write_recipe()
     smaller = ["capture.shard_samples=4", "capture.batch_size=2"]
@@ -42,6 +43,7 @@ def test_a_larger_budget_goes_on_in_the_same_folder_and_trains_anew(write_recipe
     assert len({training for _, training in found}) == 3
 
 
+@pytest.mark.slow
 def test_a_limit_that_was_passed_already_changes_nothing(write_recipe: Write, tmp_path: Path) -> None:
     """The last shard went beyond the budget, and beyond a slightly larger one: the training goes on where it was."""
     path = write_recipe()
@@ -58,6 +60,7 @@ def test_a_limit_that_was_passed_already_changes_nothing(write_recipe: Write, tm
     assert len(list((tmp_path / "work").glob("train-small-*"))) == 1
 
 
+@pytest.mark.slow
 def test_parts_of_three_work_folders_are_the_capture_of_one(write_recipe: Write, tmp_path: Path) -> None:
     path = write_recipe()
     flow.capture(load_recipe(path))

@@ -8,8 +8,9 @@ import re
 import shutil
 import sqlite3
 import subprocess
+import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,8 @@ def test_sigkill_between_shards_and_a_corrupted_one(scene: Scene, capsys: pytest
 
 
 def test_a_full_disk(scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The device says so when data is forced out to it; test_bad_input has the stages between these."""
+    """The device says so when data is forced out to it; test_bad_input has the stages between these. Then what is
+    exported for the registry goes to a file system of 64 kB, where one may be mounted."""
     whole = os.fsync
     for stage in ("probe", "score"):
 
@@ -194,33 +196,34 @@ def test_a_full_disk(scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (failed,) = [run for run in scene.runs() if run.info.status == "FAILED" and run.info.run_id not in known]
         assert failed.data.tags[STAGE_TAG] == stage and "no space left" in failed.data.tags[FAILURE_TAG]
         scene.untouched()
-    scene.recovers()
-
-
-@pytest.fixture
-def small_disk(scene: Scene) -> Iterator[None]:
-    """What is exported for the registry goes to a file system of 64 kB; the test empties it by unmounting it."""
-    place = str(scene.work / "exports")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place], capture_output=True).returncode:
-        pytest.skip("may not mount a file system here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", place], capture_output=True)
-
-
-def test_a_disk_that_is_really_full(scene: Scene, small_disk: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert draftforge("retrain", str(scene.recipe)) == 3
-    assert "no space left on the device" in capsys.readouterr().err.splitlines()[-1]
-    assert not any((scene.work / "exports").iterdir())
-    subprocess.run(["umount", "-l", str(scene.work / "exports")], check=True)
+    with small_disk(scene.work / "exports") as mounted:
+        if mounted:
+            assert draftforge("retrain", str(scene.recipe)) == 3
+            assert "no space left on the device" in capsys.readouterr().err.splitlines()[-1]
+            assert not any((scene.work / "exports").iterdir())
     scene.untouched()
     scene.recovers()
+    if not mounted:
+        pytest.skip("may not mount a file system here: no disk was really full")
 
 
-def test_mlflow_down_from_the_start_and_in_the_middle(
+@contextmanager
+def small_disk(folder: Path) -> Iterator[bool]:
+    """Whether a small file system is mounted over a folder; it is taken away in the end."""
+    folder.mkdir(exist_ok=True)
+    size = ["-t", "tmpfs", "-o", "size=64k", "tmpfs"]
+    mounted = not subprocess.run(["mount", *size, str(folder)], capture_output=True).returncode
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_mlflow_down_from_the_start_and_in_the_middle_and_a_clock_that_jumps_back(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The clock by a year, in the middle of the last retraining: what is newer than now is used all the same."""
     assert draftforge("retrain", str(scene.recipe), "registry.tracking_uri=http://127.0.0.1:9") == 3
     assert "MLflow cannot be reached" in capsys.readouterr().err.splitlines()[-1]
     scene.untouched()
@@ -242,6 +245,14 @@ def test_mlflow_down_from_the_start_and_in_the_middle(
     monkeypatch.undo()
     scene.untouched()
     monkeypatch.setattr(distilling, "train_stage", _unless_finished(distilling.train_stage))
+    honest, shift, capture = time.time, [0.0], distilling.capture_stage
+
+    def jump(*args: Any) -> Any:
+        shift[0] = -365 * 86400.0
+        return capture(*args)
+
+    monkeypatch.setattr(time, "time", lambda: honest() + shift[0])
+    monkeypatch.setattr(distilling, "capture_stage", jump)
     scene.recovers()
 
 
@@ -275,19 +286,3 @@ def test_two_retrainings_at_once(scene: Scene) -> None:
     assert after is not None and after.lineage.content == scene.heir
     assert draftforge("retrain", str(scene.recipe)) == 0 and scene.champions()[1] == after  # nothing is left to do
     assert all(run.info.status == "FINISHED" for run in scene.runs())  # to be kept out is no failure
-
-
-def test_a_clock_that_jumps_back(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a year, in the middle: what is newer than now is used all the same."""
-    import time
-
-    honest, shift = time.time, [0.0]
-    whole = distilling.capture_stage
-
-    def jump(*args: Any) -> Any:
-        shift[0] = -365 * 86400.0
-        return whole(*args)
-
-    monkeypatch.setattr(time, "time", lambda: honest() + shift[0])
-    monkeypatch.setattr(distilling, "capture_stage", jump)
-    scene.recovers()

@@ -44,6 +44,7 @@ def last_checkpoint(recipe: Recipe) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["vllm", "speculators"])
+@pytest.mark.slow
 def test_the_same_weights_score_the_same_in_every_layout(
     layout: Format, recipe: Recipe, scored: list[Scored], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -54,6 +54,7 @@ def fails(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     return lines[0]
 
 
+@pytest.mark.slow
 def test_a_set_for_all_domains_and_for_each(
     recipe: Recipe, searched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,7 @@ def test_a_set_for_all_domains_and_for_each(
     assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
 
 
+@pytest.mark.slow
 def test_more_tries_go_on_from_those_made(
     recipe: Recipe, searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,6 +98,7 @@ def test_one_conversation_tells_nothing() -> None:
     ("ratio", "conversations", "lowest", "highest"),
     [(1.0, 12, 0, 0.01), (1 - MARGIN, 12, 0.004, 0.096), (1 - MARGIN, 60, 0.004, 0.096), (0.7, 60, 0.95, 1)],
 )
+@pytest.mark.slow
 def test_false_alarms_of_acceptance(ratio: float, conversations: int, lowest: float, highest: float) -> None:
     """Nothing fell; exactly the margin fell (an alarm in 5 %, give or take 3 standard errors); much more fell."""
     rng = np.random.default_rng(7)
@@ -163,6 +164,7 @@ def test_one_large_cluster_is_no_drift() -> None:
 
 
 @pytest.mark.parametrize(("margin", "cells"), [(0.0, 2), (0.1, 2), (0.1, 12)])
+@pytest.mark.slow
 def test_false_alarms_of_drift(margin: float, cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At exactly the margin: at most 5 %, give or take 3 standard errors. Twelve cells bias the distance upwards."""
     monkeypatch.setattr("draftforge.pipeline.staleness._SIMULATIONS", 300)

@@ -149,7 +149,11 @@ def test_the_first_stage_that_an_error_passes_is_its_stage(write_recipe: WriteRe
 
 
 def test_another_hidden_size_means_a_cold_start_said_aloud(
-    write_recipe: WriteRecipe, tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    write_recipe: WriteRecipe,
+    tiny_target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = load_recipe(write_recipe())
     recipe = recipe.model_copy(update={"drafts": {"eagle3": recipe.drafts["eagle3"]}})
@@ -162,8 +166,14 @@ def test_another_hidden_size_means_a_cold_start_said_aloud(
     LlamaForCausalLM(config).save_pretrained(wide)
     changed = recipe.model_copy(update={"target": recipe.target.model_copy(update={"model": str(wide)})})
     capsys.readouterr()
-    done = retrain_champion(Workspace(changed))
+    starts: list[tuple[object, Path | None]] = []
+    monkeypatch.setattr(
+        retraining,
+        "distill",
+        lambda space, start, *_: starts.append((start, space.recipe.drafts["eagle3"].init_from)),
+    )
+    retrain_champion(Workspace(changed))
     said = capsys.readouterr().err
     assert f"cold start, not from {first.version.reference}: " in said and "cannot draft for the new target" in said
-    assert done.outcome is not None and done.outcome.version.lineage.parent is None
+    assert starts == [(None, None)]
     assert storage.read_object(wide / "config.json")["hidden_size"] == 160

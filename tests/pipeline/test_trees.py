@@ -99,6 +99,7 @@ def test_a_measured_tree_is_promoted_and_met_again(
     assert isinstance(found.proposer(found.plan.tree), MergedProposer)
 
 
+@pytest.mark.slow
 def test_generate_drafts_a_tree_of_the_recipe_or_of_the_plan(
     write_recipe: Callable[..., Path], stage_cache: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

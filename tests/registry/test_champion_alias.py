@@ -47,6 +47,7 @@ def crown(tracking: Tracking, version: Version) -> None:
     assert promote(tracking, verdict(f"{version.name}/{number}" if number else None), version).promote
 
 
+@pytest.mark.slow
 def test_no_rollback_returns_to_a_champion_whose_files_are_gone(tracking: Tracking, register: Register) -> None:
     one, two, three = register("one"), register("two"), register("three")
     crown(tracking, one)

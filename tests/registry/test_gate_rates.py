@@ -106,6 +106,7 @@ MOST = STATED + 2 * math.sqrt(STATED * (1 - STATED) / SIMULATED)
 """The stated error of a one-sided test, and two standard errors of the simulation."""
 
 
+@pytest.mark.slow
 def test_a_draft_that_is_not_faster_is_hardly_ever_promoted() -> None:
     """At any number of clusters, however unlike: neither over plain decoding, nor prompt lookup, nor the champion."""
     names = ["as plain decoding", "as prompt lookup", "as the champion", "margin: 2 % slower", "as the champion"]

@@ -66,6 +66,7 @@ def check_samples(found: Capture, ours: Capture) -> None:
             torch.testing.assert_close(found.logp(sample), ours.logp(sample), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_answers_and_signals_are_those_of_our_own_capture(run: Capturing, served: Served, ours: Capture) -> None:
     """Dialogues, temperatures and penalties included: the stand-in draws with the seeds that it is given."""
     found = run()

@@ -178,6 +178,7 @@ JSON = st.recursive(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.lists(JSON, max_size=5), st.integers(1, 7), st.sampled_from([None, 1]), st.booleans())
+@pytest.mark.slow
 def test_arrays_are_read_as_lines_are(
     tmp_path: Path, values: list[object], piece: int, indent: int | None, ascii_only: bool
 ) -> None:
