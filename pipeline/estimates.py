@@ -75,6 +75,8 @@ class StageEstimate:
         if not all(isinstance(one, int | float) and one >= 0 for one in numbers) or not numbers[0]:
             return
         amount, seconds, size = map(float, numbers)  # type: ignore[arg-type]
+        if self._stage not in known:  # what another stage wrote says nothing of this one
+            size = 0.0
         needs = Needs(self._work.amount * seconds / amount, self._work.amount * size / amount)
         self._expect(needs, f"{last.get('folder')}: {rate_text(amount, seconds, self._work.unit)}")
 

@@ -61,7 +61,7 @@ def test_the_last_of_its_kind_tells_in_proportion(tmp_path: Path, clock: Clock, 
 
 def test_another_stage_tells_the_pace_where_none_of_the_kind_has(tmp_path: Path, clock: Clock, said: list[str]) -> None:
     """What writes nothing says nothing of the disk."""
-    run(tmp_path, Work(100, "answers", "cpu"), clock, seconds=50, size=0)
+    run(tmp_path, Work(100, "answers", "cpu"), clock, seconds=50, size=3000)
     for seconds, needs in ((10, Needs(100, 0)), (20, Needs(10, 0))):
         probe = StageEstimate(tmp_path, "holdout", SECOND, tmp_path / "none", clock, like="capture")
         probe.begin()
