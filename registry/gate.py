@@ -39,6 +39,9 @@ POWER = 0.8
 FORMAT: Final = 3
 """Format number of stored decisions, raised when a field changes its meaning. Format 2 counted conversations."""
 _MOST_CLUSTERS = 1_000_000  # that a refusal asks for
+LEAST_GAIN = 1e-4
+"""Share by which a draft must be faster than another to be called so: expected counts have rounding errors, which an
+interval would show."""
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
@@ -367,13 +370,14 @@ def _against_lookup(evidence: Evidence) -> list[str]:
 
 def _against_start(evidence: Evidence, start: Baseline) -> list[str]:
     """Reason against an heir that is not shown to beat what its retraining started from."""
-    if start.difference.low > 0:
+    floor = LEAST_GAIN * start.speedup.value
+    if start.difference.low > floor:
         return []
-    more = _how_many_more(more_clusters(start.difference, 0.0, evidence.confidence))
+    more = _how_many_more(more_clusters(start.difference, floor, evidence.confidence))
     figures = f"{times_text(evidence.candidate.speedup)} against {times_text(start.speedup)}"
     return [
         f"not shown to be better than its start, {start.name} as it is: {figures}, a difference of "
-        f"{_signed(start.difference)}, whose lower end must lie above 0; {more}"
+        f"{_signed(start.difference)}, whose lower end must lie above 0 by more than a rounding error; {more}"
     ]
 
 
@@ -391,7 +395,7 @@ def _against_champion(numbers: Numbers, evidence: Evidence, champion: Figures, s
     # Superiority of the point estimate: the candidate must look faster.
     gain, against = numbers.gain, []
     assert gain is not None
-    if not gain.value > 0:
+    if not gain.value > LEAST_GAIN:
         against.append(
             f"not faster: expected speed-up {evidence.candidate.speedup.value:.2f}, "
             f"champion {evidence.compared} has {champion.speedup.value:.2f}"
