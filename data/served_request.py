@@ -338,9 +338,10 @@ def draws_of(
     """
     try:
         sampling, given = _sampling(lookup, where)
-        if engine == "sglang" and sampling is not None and not _sglang_draws(sampling, lookup("top_k")):
+        limit = _max_new_tokens(lookup, engine, where)
+        if engine == "sglang" and logged and not _sglang_draws(sampling, limit, lookup):
             raise LeftOut(where, "request that the engine refuses")
-        return sampling, given, _max_new_tokens(lookup, engine, where)
+        return sampling, given, limit
     except InputError as error:
         if engine != "sglang" or not logged or isinstance(error, LeftOut):
             raise
@@ -357,9 +358,17 @@ def _sampling(lookup: Lookup, where: str) -> tuple[SamplingSettings | None, Coll
     return validated(SamplingSettings, {**API_DEFAULTS, **given}, where) if given else None, given
 
 
-def _sglang_draws(sampling: SamplingSettings, top_k: Any) -> bool:
-    """Whether SGLang takes valid settings; `top_k`: as it was sent."""
-    return sampling.repetition_penalty <= _SGLANG_MOST_PENALTY and (top_k != 0 or sampling.greedy)
+def _sglang_draws(sampling: SamplingSettings | None, limit: int | None, lookup: Lookup) -> bool:
+    """Whether SGLang takes valid settings: of several grammars one at most, and none beside a forced call."""
+    form, choice, least = lookup("response_format"), lookup("tool_choice"), number(lookup("min_tokens"))
+    in_form = isinstance(form, dict) and form.get("type") in ("json_schema", "json_object", "structural_tag")
+    grammars = sum((in_form, bool(lookup("regex")), bool(lookup("ebnf"))))
+    forced = choice == "required" or _names_a_function(choice)
+    if grammars > (0 if forced else 1) or (least is not None and limit is not None and least > limit):
+        return False
+    if sampling is None:
+        return True
+    return sampling.repetition_penalty <= _SGLANG_MOST_PENALTY and (lookup("top_k") != 0 or sampling.greedy)
 
 
 def _max_new_tokens(lookup: Lookup, engine: Engine, where: str) -> int | None:

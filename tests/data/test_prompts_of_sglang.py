@@ -182,6 +182,9 @@ REFUSED, UNREAD = "request that the engine refuses", "messages in an unread form
         ({"top_k": 0}, REFUSED),
         ({"repetition_penalty": 2.5}, REFUSED),
         ({"max_tokens": -1}, REFUSED),
+        ({"min_tokens": 3, "max_tokens": 2}, REFUSED),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, REFUSED),
+        ({"regex": "a", "tool_choice": "required", "tools": [{"function": {"name": "f"}}]}, REFUSED),
         # What a template may be shown, and no message here holds.
         (talk(phase="commentary"), UNREAD),
         (talk(prefix=False), UNREAD),
@@ -209,5 +212,6 @@ def test_what_sglang_takes_is_no_reason() -> None:
     kept = {"tools": [{"function": {"name": "f", "parameters": schema}}], "temperature": 0, "top_k": 0}
     # Fields of vLLM's schema are none of its own.
     others = {"add_special_tokens": True, "chat_template": "x", "truncate_prompt_tokens": 5, "prompt_token_ids": [1]}
+    others |= {"regex": "a", "min_tokens": 5, "response_format": {"type": "text"}}
     record = asked(**kept, **others, max_completion_tokens=0, max_tokens=5, repetition_penalty=2.0)
     assert record.max_new_tokens == 5 and record.tools is not None
