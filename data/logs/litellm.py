@@ -96,7 +96,11 @@ def _chat_request(
     joined = [one for one in messages if one.get("role") == "assistant" and len(_blocks(one.get("content"))) > 1]
     if any(message.get("thinking_blocks") for message in messages) or (joined and provider == "hosted_vllm"):
         return request, _REWRITTEN
-    return request | {"messages": [_without_marks(message) for message in request["messages"]]}, None
+    found = request | {"messages": [_as_sent(message, provider) for message in request["messages"]]}
+    # The log has the tools as they came.
+    if provider == "hosted_vllm" and isinstance(tools := decoded(request.get("tools")), list):
+        found["tools"] = _without_strictness(tools)
+    return found, None
 
 
 def _same_either_way(body: Mapping[str, Any]) -> bool:
@@ -153,15 +157,39 @@ def _blocks(content: Any) -> list[Any]:
     return content if isinstance(content, list) else []
 
 
-def _without_marks(message: Any) -> Any:
-    """A message without the marks of what to cache, which LiteLLM takes out of it."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+def _as_sent(message: Any, provider: Any) -> Any:
+    """A message as LiteLLM sends it on: without the marks of what to cache, the system's in place of a developer's, and
+    for vLLM the one text of an assistant's part."""
+    if not isinstance(message, Mapping):
+        return message
+    if message.get("role") == "developer":
+        message = {"role": "system", "content": message.get("content")}
+    if not isinstance(message.get("content"), list):
         return message
     parts = [
         {name: value for name, value in part.items() if name != "cache_control"} if isinstance(part, Mapping) else part
         for part in message["content"]
     ]
+    if (
+        provider == "hosted_vllm"
+        and message.get("role") == "assistant"
+        and all(_kind(part) == "text" for part in parts)
+    ):
+        return {**message, "content": "\n".join(str(part.get("text", "")) for part in parts)}
     return {**message, "content": parts}
+
+
+def _without_strictness(value: Any) -> Any:
+    """Tools as LiteLLM sends them to vLLM: without `strict`, and without `additionalProperties` that forbid others."""
+    if isinstance(value, list):
+        return [_without_strictness(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        name: _without_strictness(item)
+        for name, item in value.items()
+        if name != "strict" and not (name == "additionalProperties" and item is False)
+    }
 
 
 def _holds(value: Any, mark: str) -> bool:

@@ -165,6 +165,33 @@ def test_litellm_translates_some_messages_otherwise_than_vllm(
         assert read.counts.left_out == ({} if kept else {"message rewritten by the gateway": 1})
 
 
+STRICT = {"additionalProperties": False, "properties": {"a": {"additionalProperties": False}}, "type": "object"}
+LOOSE = {"properties": {"a": {}}, "type": "object"}
+
+
+@pytest.mark.parametrize("provider, parameters", [("hosted_vllm", LOOSE), ("openai", STRICT), (None, STRICT)])
+def test_litellm_sends_chat_completions_otherwise_than_it_logs_them(
+    tmp_path: Path, provider: str | None, parameters: dict[str, Any]
+) -> None:
+    """As LiteLLM 1.110.2 sent them to a server of ours: the log keeps the client's own roles, parts and tools."""
+    said = [
+        {"role": "developer", "content": "Be brief.", "name": "Ann"},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": [{"type": "text", "text": "Hello.", "annotations": []}]},
+        {"role": "user", "content": "Bye"},
+    ]
+    function = {"name": "look", "description": "Looks.", "parameters": STRICT, "strict": True}
+    fields = {"call_type": "acompletion", "messages": said, "custom_llm_provider": provider}
+    line = payload(**fields, model_parameters={"tools": [{"type": "function", "function": function}]})
+    (record,) = read_log(write_lines(tmp_path / "l.jsonl", line), "litellm").records
+    system, _, answer, _ = record.messages[:4]
+    assert (system.role, system.content, system.name) == ("system", "Be brief.", None)
+    assert answer.part_fields == (None if provider == "hosted_vllm" else [{"annotations": []}])
+    shown: dict[str, Any] = {"name": "look", "description": "Looks.", "parameters": parameters}
+    shown |= {} if provider == "hosted_vllm" else {"strict": True}
+    assert record.tools == [{"type": "function", "function": shown}]
+
+
 def test_litellm_chat_completions_lose_their_marks_and_an_assistants_parts(tmp_path: Path) -> None:
     marked = {"role": "user", "content": [{**TEXT, "cache_control": {"type": "ephemeral"}, "lang": "en"}]}
     line = payload(call_type="acompletion", messages=[marked], custom_llm_provider="hosted_vllm")
