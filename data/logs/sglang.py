@@ -25,12 +25,13 @@ _TEXT = re.compile(
 )
 _STAMP = re.compile(r'\[[^\]]*\] (?=\{"timestamp": ")')  # stands before the JSON form since its lines go to files
 _HEALTH = "HEALTH_CHECK"
-_RESPONSES = "resp_"  # begins the ids of `/v1/responses`, whose requests are never logged as the client sent them
+_RESPONSES = "resp_"  # begins the ids of `/v1/responses`
+_WITH_TEXT = "return_text_in_logprobs"
 _CUT_AT = 1024  # level 2 keeps so many characters of both ends, with dots between them
 _SETTINGS = ("input_embeds", "lora_path", "session_params", "custom_logit_processor")
 _REQUEST, _REQUEST_EVENT = "Receive OpenAI", "request.received.openai"
 _EVENTS = {_REQUEST_EVENT: _REQUEST, "request.received": "Receive", "request.finished": "Finish"}
-_KEPT = ("rid", "text", "sampling_params", "received_time", *_SETTINGS)
+_KEPT = ("rid", "text", "sampling_params", "received_time", _WITH_TEXT, *_SETTINGS)
 _MEDIA = ("image_data", "video_data", "audio_data")
 _LEAST_FAILURE = 400
 
@@ -147,7 +148,7 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
         reason = "no chat request"
     elif _failed(out):
         reason = "failed request"
-    elif has_requests and not str(obj.get("rid", "")).startswith(_RESPONSES):
+    elif has_requests and _is_logged_as_sent(obj):
         reason = "logged twice"
     elif isinstance(text, _Cut) or _shortened(text):
         reason = "text cut by the log"
@@ -167,6 +168,12 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
     settings = {name: obj.get(name) for name in _SETTINGS} | (dict(params) if isinstance(params, Mapping) else {})
     line = line_of(rendered, None if isinstance(answer, _Cut) else answer, settings)
     return Entry(where, line, None, timing, pieces=rendered.pieces)
+
+
+def _is_logged_as_sent(obj: Mapping[str, Any]) -> bool:
+    """Whether a finished request came by an endpoint that logs what the client sent: these alone set the flag, and
+    `/v1/responses` does where it is asked for logprobs."""
+    return obj.get(_WITH_TEXT) is not False and not str(obj.get("rid", "")).startswith(_RESPONSES)
 
 
 def _failed(out: Any) -> bool:

@@ -441,8 +441,11 @@ def test_sglang_servers_that_log_requests_stand_beside_those_that_do_not(tmp_pat
     received = "[2026-11-28 10:00:00] Receive OpenAI: obj={'messages': [{'role': 'user', 'content': 'new'}]}"
     write_lines(tmp_path / "new.log", received, finished("r1", asked("new")))
     write_lines(tmp_path / "old.log", finished("r2", asked("old")))
-    # What came by `/v1/responses` is logged at its end alone.
-    write_lines(tmp_path / "other.log", received, finished("resp_1", asked("other")))
+    # What came by `/v1/responses`, `/generate` or Ollama's API is logged at its end alone; only chat and completions
+    # set the flag always (`entrypoints` of 0.5.23).
+    flags: tuple[dict[str, str], ...] = ({}, {"return_text_in_logprobs": "True"}, {"return_text_in_logprobs": "False"})
+    ends = [finished(f"r{i}", asked(f"end {i}"), **flag) for i, flag in enumerate(flags)]
+    write_lines(tmp_path / "other.log", received, *ends, finished("resp_1", asked("other")))
     read = read_log(tmp_path, "sglang")
-    assert [talk[0][1] for talk in read.talks] == ["new", "old", "new", "other"]
-    assert read.counts.left_out == {"logged twice": 1}
+    assert [talk[0][1] for talk in read.talks] == ["new", "old", "new", "end 2", "other"]
+    assert read.counts.left_out == {"logged twice": 3}
