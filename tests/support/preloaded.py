@@ -6,6 +6,7 @@ import importlib
 
 from unsynced import unsynced
 
+gc.disable()  # imports make no garbage to look for
 for name in (
     "pytest",
     "transformers",
@@ -19,5 +20,6 @@ for name in (
 ):
     importlib.import_module(name)
 unsynced()
+gc.enable()
 gc.freeze()  # a collection in a fork does not go through all of that again
 atexit.register(gc.unfreeze)  # what is frozen at the end of the server is reported as a leak
