@@ -21,11 +21,10 @@ from .data.settings import CaptureSettings, MixSettings
 from .errors import MissingFileError, RecipeError
 from .eval.settings import ScoreSettings
 from .masking import masked_value
-from .registry.connect import RegistrySettings
-from .registry.gate import GateSettings
+from .registry.settings import GateSettings, RegistrySettings
 from .specdec.engine_features import ENGINES
 from .specdec.proposers.training_free import TRAINING_FREE
-from .specdec.requests import TargetSettings
+from .specdec.target_settings import TargetSettings
 from .storage import Access
 from .train.settings import DraftSettings
 

@@ -20,7 +20,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from ..specdec.expressions import TemplateLimits
+from ..specdec.target_settings import TemplateLimits
 
 LIMITS: ContextVar[TemplateLimits] = ContextVar("template limits", default=TemplateLimits())  # noqa: B039  frozen
 """Limits of what is being rendered: templates are compiled once, for all."""

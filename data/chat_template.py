@@ -42,7 +42,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import InputError
-from ..specdec.expressions import TemplateLimits, ids_of
+from ..specdec.expressions import ids_of
+from ..specdec.target_settings import TemplateLimits
 from .bounded_templates import LIMITS, BoundedEnvironment
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn
 from .logs.anthropic import BILLING_HEADER, MESSAGES_API

@@ -33,12 +33,11 @@ from scipy.special import expit, logit, ndtri, stdtrit
 
 from ..errors import InputError
 from .counts import values
+from .settings import FEWEST_CLUSTERS
 
 Floats = NDArray[np.float64]
 Figure = Callable[[Floats], Floats]
 """Figure as a function of column sums: [B, F] to [B]."""
-FEWEST_CLUSTERS = 3
-"""Least number of clusters with an interval: two differ once, which does not tell how far clusters differ."""
 _SUMMED = ("rounds", "tokens", "drafted", "accepted")
 
 

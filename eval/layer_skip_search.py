@@ -21,7 +21,7 @@ from ..progress import say
 from ..specdec.accept_rules import choose_rule
 from ..specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from ..specdec.models import CausalModel
-from ..specdec.proposers import make_proposer
+from ..specdec.proposers.factory import make_proposer
 from ..specdec.replay.replay import replay
 from ..storage import read_json, write_json
 from .cost_table import CostTable

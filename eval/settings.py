@@ -11,6 +11,8 @@ from ..specdec.sampling_settings import SamplingSettings
 
 Engine = Literal["vllm", "sglang", "llama.cpp", "draftforge"]
 EngineRule = Literal["token", "block", "onehot", "match"]
+FEWEST_CLUSTERS = 3
+"""Least number of clusters with an interval: two differ once, which does not tell how far clusters differ."""
 
 
 class LoadSettings(BaseModel):

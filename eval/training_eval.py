@@ -7,13 +7,13 @@ from pathlib import Path
 from ..data.store import Sample
 from ..errors import InputError
 from ..specdec.formats import load_draft
-from ..specdec.proposers import make_proposer
+from ..specdec.proposers.factory import make_proposer
 from ..specdec.targets import Target
-from .acceptance import FEWEST_CLUSTERS, acceptance, tau
+from .acceptance import acceptance, tau
 from .draft_configs import ProposerSpec
 from .leaderboard import serving
 from .score import Identity, score_draft, stratified_conversations
-from .settings import ScoreSettings
+from .settings import FEWEST_CLUSTERS, ScoreSettings
 from .target_pass_cache import TargetPassCache
 
 _DRAFTED = 3

@@ -47,7 +47,7 @@ from ..progress import say, track
 from ..recipe import Recipe
 from ..registry.lineage import git_commit
 from ..specdec.accept_rules import choose_rule, known_rule
-from ..specdec.proposers import Proposer
+from ..specdec.proposers.base import Proposer
 from ..specdec.proposers.training_free import LOOKUP, TRAINING_FREE
 from ..specdec.proposers.tree_settings import MOST_LEVELS, TreeSettings
 from ..specdec.sampling_settings import SamplingSettings

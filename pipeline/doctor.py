@@ -207,7 +207,8 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
     """Check whether the MLflow store answers. Nothing is made there."""
     # The address, as a recipe without a `registry` section would resolve it.
     try:
-        from ..registry.connect import RegistrySettings, resolve_uri
+        from ..registry.connect import resolve_uri
+        from ..registry.settings import RegistrySettings
 
         uri = resolve_uri(RegistrySettings(tracking_uri=tracking_uri), workdir)
     except ImportError as error:

@@ -19,9 +19,10 @@ from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.champion_alias import judged_figures
-from ..registry.connect import RegistrySettings, Tracking, resolve_uri
+from ..registry.connect import Tracking, resolve_uri
 from ..registry.gate import Evidence, times_text
 from ..registry.lineage import Version
+from ..registry.settings import RegistrySettings
 from ..registry.versions import champion, is_models_uri, resolve_models_uri
 from ..specdec.formats import (
     Format,

@@ -18,7 +18,8 @@ from ..registry.versions import champion, resolve_models_uri
 from ..specdec.accept_rules import RULES, choose_rule
 from ..specdec.decoder import Generation, Request
 from ..specdec.decoder import generate as decode
-from ..specdec.proposers import CascadeProposer, Proposer
+from ..specdec.proposers.base import Proposer
+from ..specdec.proposers.cascade import CascadeProposer
 from ..specdec.proposers.training_free import HELPERS, TRAINING_FREE
 from ..specdec.proposers.tree_settings import MeasuredTree
 from ..specdec.sampling_settings import SamplingSettings

@@ -23,7 +23,7 @@ from ..eval.report.page import render
 from ..eval.table import UNKNOWN, show_cells
 from ..progress import say
 from ..recipe import Recipe
-from ..specdec.requests import TargetSettings
+from ..specdec.target_settings import TargetSettings
 from ..specdec.targets import context_length
 from .stages import Stages, mix_stage
 from .workspace import Workspace

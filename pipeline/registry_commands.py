@@ -24,9 +24,9 @@ from ..specdec.formats import Format, Verifier, check_family, known_format, need
 from ..specdec.formats.layouts import NATIVE
 from ..specdec.loading import as_the_file_says, load_tokenizer
 from ..specdec.model_card import write_card
-from ..specdec.requests import TargetSettings
 from ..specdec.serve_commands import UNKNOWN_TARGET, ServeCommand
 from ..specdec.serving_plan import find_plan
+from ..specdec.target_settings import TargetSettings
 from ..specdec.targets import Source, locate, target_fingerprint
 from ..storage import read_object
 from .cli_options import StoreOptions

@@ -28,7 +28,7 @@ from ..registry.lineage import Version
 from ..registry.versions import champion, resolve_models_uri
 from ..specdec.drafts.base import DraftModule
 from ..specdec.formats import DraftMeta, load_draft, meta_file, read_meta
-from ..specdec.requests import TargetSettings
+from ..specdec.target_settings import TargetSettings
 from ..train.checkpoints import is_finished
 from ..train.families import family_of
 from .distill import Outcome, distill

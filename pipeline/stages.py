@@ -37,9 +37,9 @@ from ..eval.settings import SELECTION_SPLIT
 from ..eval.training_eval import SampledScore
 from ..progress import say
 from ..registry.lineage import Version
-from ..specdec.expressions import TemplateLimits
 from ..specdec.formats import META_FILE
 from ..specdec.formats.checkpoint import OWN_TARGET
+from ..specdec.target_settings import TemplateLimits
 from ..specdec.targets import resolve_device, sampling_defaults
 from ..train.checkpoints import claim, is_finished, list_steps, newest, step_folder
 from ..train.families import check_teacher_signals, family_of

@@ -21,12 +21,12 @@ from ..data.mix import load_members, load_mix
 from ..data.rehearsal import base_of
 from ..data.split import unit
 from ..errors import CorruptDataError, LostFilesError
-from ..eval.acceptance import FEWEST_CLUSTERS, too_few_clusters
+from ..eval.acceptance import too_few_clusters
 from ..eval.counts import values
 from ..eval.draft_configs import ProposerSpec
 from ..eval.leaderboard import serving
 from ..eval.score import Identity
-from ..eval.settings import HOLDOUT_SPLIT
+from ..eval.settings import FEWEST_CLUSTERS, HOLDOUT_SPLIT
 from ..progress import say
 from ..registry.champion_alias import UNMET, last_decision
 from ..registry.gate import decide_alone

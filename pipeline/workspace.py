@@ -33,10 +33,11 @@ from ..errors import CorruptDataError, InputError, LockedError, MissingFileError
 from ..eval.cost_table import CostTable, read_tables
 from ..progress import say
 from ..recipe import Recipe
-from ..registry.connect import DATABASE_NAME, RegistrySettings, Tracking, open_tracking, quick_requests
+from ..registry.connect import DATABASE_NAME, Tracking, open_tracking, quick_requests
+from ..registry.settings import RegistrySettings
 from ..registry.tracking import TrackedRun, start_run
 from ..registry.versions import is_models_uri, resolve_models_uri
-from ..specdec.requests import TargetSettings
+from ..specdec.target_settings import TargetSettings
 from ..specdec.targets import Target, target_files, target_fingerprint
 from ..train.checkpoints import flatten
 from ..train.settings import Settings

@@ -21,7 +21,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from mlflow.utils import request_utils
 from mlflow.utils.rest_utils import http_request
-from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import NullPool, create_engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
@@ -31,6 +30,7 @@ from ..data.backends.http_json import BoundedAdapter
 from ..errors import DiskFullError, DraftforgeError, InputError, RegistryError, TrackingError, one_line
 from ..fingerprint import of_bytes, short
 from ..masking import masked
+from .settings import RegistrySettings
 
 DATABASE_NAME = "mlflow.db"
 KIND_TAG, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
@@ -44,27 +44,6 @@ class _MlflowAdapter(BoundedAdapter, request_utils.TCPKeepAliveHTTPAdapter):
 
 
 request_utils.TCPKeepAliveHTTPAdapter = _MlflowAdapter  # type: ignore[misc]
-
-
-class RegistrySettings(BaseModel):
-    """MLflow store of runs and versions: its address, experiment and model name."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    tracking_uri: str | None = None
-    """An MLflow server (`https://…`) or database (`sqlite:///…`). None: the environment's MLFLOW_TRACKING_URI, else a
-    SQLite file in the work folder."""
-    experiment: str = Field(default="draftforge", min_length=1, max_length=500)
-    """The MLflow experiment that holds the runs; made when it does not exist."""
-    model: str = Field(default="draftforge", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
-    """First part of every registered model's name; the target's 12 hex digits follow."""
-    artifact_roots: list[str] = []
-    """Further places (folders, or addresses such as s3://bucket/models) from which files of runs and versions may be
-    copied, beside where the store keeps its own; a version that names another place is refused."""
-    connect_seconds: float = Field(default=8.0, gt=0)
-    """Seconds in which a server must answer at the start, or the run is refused."""
-    notice_seconds: float = Field(default=30.0, gt=0)
-    """Seconds within which a run says that its server no longer answers; the work goes on meanwhile."""
 
 
 @dataclass(frozen=True)

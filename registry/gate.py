@@ -32,7 +32,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from ..eval.acceptance import FEWEST_CLUSTERS, Estimate, student, too_few_clusters
+from ..eval.acceptance import Estimate, student, too_few_clusters
+from ..eval.settings import FEWEST_CLUSTERS
+from .settings import GateSettings
 
 POWER = 0.8
 """Probability that the comparison passes with the number that is named, were the gain truly what it seems."""
@@ -43,30 +45,6 @@ LEAST_GAIN = 1e-4
 """Share by which a draft must be faster than another to be called so: expected counts have rounding errors, which an
 interval would show."""
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-
-
-class GateSettings(BaseModel):
-    """Gate settings: what a candidate must show on the holdout to become the champion."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    min_speedup: float = Field(default=1.0, ge=0)
-    """The lower end of the expected speed-up over plain decoding must lie above this, less the error of fitted times.
-    From 1 on the candidate must be shown to beat prompt lookup as well. Below 1 a draft that is not worth serving may
-    become champion, which decisions, report and `draftforge registry` say; 0 asks for nothing."""
-    non_inferiority_margin: float = Field(default=0.0, ge=0, lt=1)
-    """The candidate must be faster, and the lower end of its relative gain may not lie below minus this. 0: it must be
-    shown to be faster; above 0 an equal draft may replace its equal."""
-    domain_margin: float = Field(default=0.05, ge=0, lt=1)
-    """Margin of each domain: the lower end of its relative gain may not lie below minus this."""
-    confidence: float = Field(default=0.95, gt=0.5, lt=1)
-    """Least coverage of the intervals that the evidence carries."""
-    min_clusters: int = Field(default=20, ge=1)
-    """Least number of holdout clusters (of near-duplicate conversations) behind a decision. Of 20 clusters, 96 % of
-    holdouts hold some of a kind of traffic that makes up 15 %; no interval knows of what is not there."""
-    min_domain_clusters: int = Field(default=20, ge=1)
-    """Domains with fewer clusters are too small to be asked for non-inferiority: they are reported, and refuse only
-    where the whole interval lies below the margin."""
 
 
 class _Record(BaseModel):

@@ -29,10 +29,10 @@ from ..specdec.accept_rules import choose_rule
 from ..specdec.decoder import Generation, Request, generate
 from ..specdec.formats import read_meta
 from ..specdec.proposers.tree_settings import MOST_LEVELS
-from ..specdec.requests import TargetSettings
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
+from ..specdec.target_settings import TargetSettings
 from ..specdec.targets import Target
 from .versions import DRAFT, PARAMETERS, TARGET_VARIABLE
 

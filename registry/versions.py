@@ -24,7 +24,7 @@ from ..errors import FormatError, InputError, OwnershipError, RegistryError
 from ..fingerprint import of_bytes, of_file, of_json, short
 from ..masking import masked
 from ..progress import say
-from ..specdec.requests import TargetSettings
+from ..specdec.target_settings import TargetSettings
 from .artifacts import difference, download, download_verified, file_digests, stored_files
 from .connect import Tracking, mlflow_errors
 from .lineage import (

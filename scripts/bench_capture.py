@@ -27,8 +27,8 @@ from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture, Sample
 from draftforge.progress import say
 from draftforge.specdec.kernels.attention import NAME
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 WARM = SamplingSettings(temperature=0.8)

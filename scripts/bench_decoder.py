@@ -53,9 +53,9 @@ from draftforge.specdec.decoder import generate
 from draftforge.specdec.proposers.training_free import TRAINING_FREE
 from draftforge.specdec.replay.replay import replay
 from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.stored_draft import StoredDraft
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target, locate, resolve_device
 
 GREEDY = SamplingSettings()

@@ -29,9 +29,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from draftforge import fingerprint, storage
 from draftforge.data.store import FORMAT, MANIFEST, SHARDS, Capture, Sample, write_shard
 from draftforge.distributed import ranks
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.sharding import fill_unsharded, skeleton
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.loop import train
 from draftforge.train.settings import Eagle3Settings

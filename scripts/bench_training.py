@@ -29,7 +29,7 @@ from draftforge.pipeline.scoring import Scored, score_stage
 from draftforge.pipeline.stages import Stage, captured_stages, prepare_drafts, train_stage
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.loop import METRICS_FILE
 from draftforge.train.throughput import MetricLog, NoSink

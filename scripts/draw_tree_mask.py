@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 from draftforge.specdec.kv_cache import CacheStep, KVCache
-from draftforge.specdec.tree import ROOT, DraftTree, TreeBatch
+from draftforge.specdec.proposers.tree_shape import ROOT
+from draftforge.specdec.tree import DraftTree, TreeBatch
 from draftforge.specdec.verify_batch import verify_batch
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "tree-mask.svg"

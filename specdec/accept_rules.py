@@ -9,8 +9,8 @@ from collections.abc import Collection, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 from ..errors import InputError
+from .proposers.tree_shape import Drawn
 from .sampling_settings import SamplingSettings
-from .tree import Drawn
 
 RuleName = Literal["greedy", "token", "block", "onehot", "match", "multiround", "recursive", "traversal", "typical"]
 ENGINE_RULES: dict[str, RuleName] = {"vllm": "onehot", "sglang": "onehot", "llama.cpp": "onehot"}

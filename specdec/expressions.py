@@ -14,7 +14,6 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import FormatError, InputError, one_line
 
@@ -28,19 +27,6 @@ _PIECES = re.compile(
     r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*+\]|\((?:\?[^:=!<>)]*[:=!>]|\?<[=!]|\?<\w+>)?|\)|[*+?]|\{[\d,]*\}|.",
     re.DOTALL,
 )
-
-
-class TemplateLimits(BaseModel):
-    """What a rendering of a chat template may take; no template of a real model comes near."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    steps: int = Field(default=1 << 24, ge=1)
-    """Most steps: a round of a loop or a call of a macro is 32, a character or item that is read or made is one."""
-    steps_each: int = Field(default=256, ge=0)
-    """Further steps for each character and item of what is rendered."""
-    characters: int = Field(default=1 << 20, ge=1)
-    """Longest template."""
 
 
 def repeats(expression: str) -> tuple[int, bool]:

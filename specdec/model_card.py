@@ -9,9 +9,9 @@ from ..fingerprint import short
 from ..storage import read_object, write_bytes
 from .formats import Format, meta_file, read_meta
 from .formats.layouts import NATIVE, family_at
-from .requests import TargetSettings
 from .serve_commands import ServeCommand, serve_command
 from .serving_plan import ASSUMED, PLAN_FILE, FoundPlan, write_plan
+from .target_settings import TargetSettings
 
 CARD_FILE = "README.md"
 

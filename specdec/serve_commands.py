@@ -13,8 +13,8 @@ from ..errors import InputError
 from .formats.gguf.layouts import DRAFT_FILE
 from .formats.layouts import Format
 from .proposers.tree_settings import DynamicTree
-from .requests import TargetSettings
 from .serving_plan import ServingPlan
+from .target_settings import TargetSettings
 
 UNKNOWN_TARGET = "TARGET"
 """Stands in a command for a target of which only the fingerprint is known."""

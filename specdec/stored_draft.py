@@ -16,8 +16,10 @@ from .formats.checkpoint import ORIGINAL_TARGET, OWN_TARGET, DraftMeta
 from .formats.layer_skip import is_skip_file, read_skipped
 from .kernels.fused import can_fuse, fuse
 from .loading import load_tokenizer
-from .proposers import CascadeProposer, MergedProposer, Proposer, SmallHelper, make_proposer
-from .proposers.cascade import Helper
+from .proposers.base import Proposer
+from .proposers.cascade import CascadeProposer, Helper, SmallHelper
+from .proposers.factory import make_proposer
+from .proposers.merged import MergedProposer
 from .proposers.other_device import DraftDevice, device_of
 from .proposers.training_free import HELPERS, TRAINING_FREE
 from .proposers.tree_settings import MergedTree, Tree

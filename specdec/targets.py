@@ -24,7 +24,6 @@ from .kernels.fused import can_fuse, fuse
 from .loading import as_the_file_says, load_model, load_tokenizer, refused
 from .model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, INDEX_FILE, check_adapter, check_folder, indexed_files
 from .models import CausalModel
-from .requests import TargetSettings
 from .sampling_settings import SamplingSettings
 from .served_context import longest_context, served_context
 from .sharding import (
@@ -37,6 +36,7 @@ from .sharding import (
     shard_layers,
     unsharded,
 )
+from .target_settings import TargetSettings
 
 _CONFIG_NOISE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
 _TOKENIZER_FILES = (

@@ -5,18 +5,13 @@ Shapes: B slots, N drafted nodes, in the order in which the target sees them.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
-
-Drawn = Literal["deterministic", "iid", "without_replacement"]
-"""Way in which siblings were drawn: chosen (the k most likely), or sampled with or without replacement."""
-
-ROOT = -1
-"""The parent of first-level nodes: the last emitted token, which is not a drafted node."""
+from .proposers.tree_shape import ROOT, Drawn
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .proposers.tree_shape import ROOT
 from .sampling import categorical
-from .tree import ROOT, DraftTree
+from .tree import DraftTree
 
 __all__ = [
     "Verdict",

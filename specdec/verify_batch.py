@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .accept_rules import known_rule
+from .proposers.tree_shape import ROOT
 from .sampling import categorical
-from .tree import ROOT, TreeBatch
+from .tree import TreeBatch
 from .verify import typical_threshold
 
 __all__ = ["BatchVerdict", "verify_batch", "verify_greedy_chains"]

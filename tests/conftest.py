@@ -26,7 +26,7 @@ from trained import Trained, trained
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from unsynced import unsynced
 
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 hypothesis.settings.register_profile(  # how long an example takes says what else the machine does

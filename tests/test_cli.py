@@ -237,15 +237,28 @@ def test_every_verb_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert not [verb for verb in [*PLACES, "recipe"] if f" {verb} " not in shown]
 
 
-def test_help_is_quick_and_imports_nothing_heavy() -> None:
-    code = (
+DEMO = Path(__file__).parents[1] / "configs/demo.yaml"
+HEAVY = {"torch", "transformers", "mlflow", "datasets", "pyarrow", "pandas", "scipy"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "heavy"),
+    [
+        (["--help"], 0, HEAVY | {"pydantic", "numpy"}),
+        (["recipe", "schema"], 0, HEAVY),
+        (["distill", "missing.yaml"], 2, HEAVY),
+        (["distill", str(DEMO), "drafts.eagle3.stepz=3"], 2, HEAVY),
+    ],
+)
+def test_help_and_mistakes_in_a_recipe_import_nothing_heavy(arguments: list[str], code: int, heavy: set[str]) -> None:
+    program = (
         "import sys; from draftforge import cli\n"
-        "try: cli.main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'mlflow', 'datasets', 'pydantic', 'numpy'} & set(sys.modules)\n"
+        f"try: cli.main({arguments!r})\n"
+        f"except SystemExit as end: assert (end.code or 0) == {code}, end.code\n"
+        f"heavy = {heavy!r} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_version_and_module_entry() -> None:

@@ -19,10 +19,10 @@ from draftforge.data.redact import Kind, Redactor
 from draftforge.errors import DraftforgeError, InputError
 from draftforge.eval.engine_metrics import parse
 from draftforge.recipe import load_recipe
-from draftforge.specdec.expressions import TemplateLimits
 from draftforge.specdec.formats.detect import read_draft
 from draftforge.specdec.formats.gguf.file import read_gguf
 from draftforge.specdec.formats.gguf.llama import write_llama
+from draftforge.specdec.target_settings import TemplateLimits
 
 RECIPES = [yaml.safe_load(path.read_text()) for path in sorted(Path(__file__).parents[1].glob("configs/*.yaml"))]
 ODD: st.SearchStrategy[Any] = st.sampled_from(

@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from .. import fingerprint
-from ..eval.acceptance import FEWEST_CLUSTERS
+from ..eval.settings import FEWEST_CLUSTERS
 from ..specdec.engine_features import ENGINES, FLAGS, NAMES, ServingEngine, best_flags, honours
 from .losses import schedule
-from .losses.objectives import FULL
-from .losses.schedule import A_TENTH_KL, KL, Objective, Phase, Schedule, Section, StepWeights
+from .losses.schedule import A_TENTH_KL, FULL, KL, Objective, Phase, Schedule, Section, StepWeights
 
 _NOT_IDENTITY = {
     "accumulation",

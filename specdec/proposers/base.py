@@ -15,8 +15,8 @@ from ..cuda_graphs import send
 from ..models import States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings
-from ..tree import ROOT, Drawn, TreeBatch
-from .tree_shape import TreeShape
+from ..tree import TreeBatch
+from .tree_shape import ROOT, Drawn, TreeShape
 
 UNRANKED = 1 << 30
 """Rank of a token that no tree drafts: larger than any vocabulary."""

@@ -22,13 +22,12 @@ from ..models import States
 from ..replay.packing import Pack
 from ..sampling import categorical
 from ..sampling_settings import SamplingSettings
-from ..tree import Drawn
 from .base import Ask, Draft, Texts, Trace
 from .cross_tokenizer import TextReader
 from .logits import likeliest, penalised_rows, process_rows
 from .small import SmallDrafter
 from .static_tree import StaticProposer
-from .tree_shape import TreeShape
+from .tree_shape import Drawn, TreeShape
 
 
 class Chosen(NamedTuple):

@@ -15,9 +15,9 @@ from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings
 from ..tokenizer_bridge import ForeignDraft, Retokenized
-from ..tree import Drawn
 from .base import Ask, Draft, Texts, Trace
 from .logits import gather_rows
+from .tree_shape import Drawn
 
 
 class TextReader:

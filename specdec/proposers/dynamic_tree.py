@@ -11,9 +11,10 @@ from ..kv_cache import CacheStep, KVCache
 from ..models import States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings
-from ..tree import Drawn, TreeBatch
+from ..tree import TreeBatch
 from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
 from .logits import gather_rows, penalised_rows, see
+from .tree_shape import Drawn
 
 
 class DynamicProposer(FollowsDrafter):

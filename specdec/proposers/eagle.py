@@ -16,10 +16,10 @@ from ..kv_cache import CacheStep, KVCache
 from ..models import CausalModel, States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings
-from ..tree import ROOT
 from .base import Texts, Trace
 from .dynamic_tree import Branches
 from .logits import MOST_PAIRS, gather_rows, last_of, over_vocabulary, trace_levels
+from .tree_shape import ROOT
 
 D = TypeVar("D", bound=EagleDraft | Eagle3Draft)
 

@@ -12,8 +12,9 @@ from ...errors import InputError
 from ..models import States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings
-from ..tree import ROOT, DraftTree, Drawn, TreeBatch
+from ..tree import DraftTree, TreeBatch
 from .base import Ask, Draft, Texts, Trace
+from .tree_shape import ROOT, Drawn
 
 _NOTHING = DraftTree.of((), (), "deterministic")
 

@@ -12,9 +12,10 @@ from ...errors import InputError
 from ..models import States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings
-from ..tree import Drawn, TreeBatch
+from ..tree import TreeBatch
 from .base import Ask, Draft, Proposer, Texts, Trace
 from .logits import constant
+from .tree_shape import Drawn
 
 
 class MergedProposer:

@@ -17,9 +17,8 @@ from ..cuda_graphs import send
 from ..models import States
 from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings
-from ..tree import Drawn
 from .base import UNRANKED, Ask, Draft, Texts, Trace
-from .tree_shape import TreeShape
+from .tree_shape import Drawn, TreeShape
 
 
 class PromptLookup:

@@ -13,10 +13,10 @@ from ..models import States
 from ..replay.packing import Pack
 from ..sampling import categorical
 from ..sampling_settings import SamplingSettings
-from ..tree import Drawn, TreeBatch
+from ..tree import TreeBatch
 from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
 from .logits import constant, likeliest, penalised_rows, process_rows, see
-from .tree_shape import TreeShape
+from .tree_shape import Drawn, TreeShape
 
 
 class StaticProposer(FollowsDrafter):

@@ -1,23 +1,56 @@
-"""Ways of drafting that need no training, under the names by which users ask for them."""
+"""Ways of drafting that need no training, under the names by which users ask for them.
+
+A recipe is checked against the names, so the proposers' own modules are imported when one is made.
+"""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from ..models import CausalModel
-from .base import Proposer
-from .cascade import Helper
-from .lookahead import JacobiProposer, LookaheadProposer
-from .prompt_lookup import PromptLookup
-from .suffix import SuffixProposer
+if TYPE_CHECKING:
+    from ..models import CausalModel
+    from .base import Proposer
+    from .cascade import Helper
 
 LOOKUP = "lookup"
 
-TRAINING_FREE: dict[str, Callable[[CausalModel], Proposer]] = {
-    LOOKUP: lambda target: PromptLookup(),
-    "suffix": lambda target: SuffixProposer(),
-    "lookahead": lambda target: LookaheadProposer(),
-    "jacobi": lambda target: JacobiProposer(),
+
+def _lookup(target: "CausalModel") -> "Proposer":
+    from .prompt_lookup import PromptLookup
+
+    return PromptLookup()
+
+
+def _suffix(target: "CausalModel") -> "Proposer":
+    from .suffix import SuffixProposer
+
+    return SuffixProposer()
+
+
+def _lookahead(target: "CausalModel") -> "Proposer":
+    from .lookahead import LookaheadProposer
+
+    return LookaheadProposer()
+
+
+def _jacobi(target: "CausalModel") -> "Proposer":
+    from .lookahead import JacobiProposer
+
+    return JacobiProposer()
+
+
+def _lookup_helper() -> "Helper":
+    from .prompt_lookup import PromptLookup
+
+    return PromptLookup()
+
+
+TRAINING_FREE: dict[str, Callable[["CausalModel"], "Proposer"]] = {
+    LOOKUP: _lookup,
+    "suffix": _suffix,
+    "lookahead": _lookahead,
+    "jacobi": _jacobi,
 }
 """Makes a proposer of that name for a target."""
 
-HELPERS: dict[str, Callable[[], Helper]] = {LOOKUP: PromptLookup}
+HELPERS: dict[str, Callable[[], "Helper"]] = {LOOKUP: _lookup_helper}
 """Makes a helper of that name for a small draft (cascade.py)."""

@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ...errors import InputError, MissingFileError
 from ...fingerprint import file_digests, of_json
-from ..tree import Drawn
-from .tree_shape import TreeShape
+from .tree_shape import Drawn, TreeShape
 
 MOST_LEVELS = 64  # of a round; far beyond what pays, and a round's memory grows with it
 MOST_NODES = 1024

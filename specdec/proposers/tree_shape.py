@@ -9,13 +9,18 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError, MissingFileError
-from ..tree import ROOT
 
+Drawn = Literal["deterministic", "iid", "without_replacement"]
+"""Way in which siblings were drawn: chosen (the k most likely), or sampled with or without replacement."""
+
+ROOT = -1
+"""The parent of first-level nodes: the last emitted token, which is not a drafted node."""
 Choice = tuple[int, ...]
 """A node by its way from the root: (0, 2) is the third choice below the first one."""
 

@@ -15,8 +15,8 @@ from ..cuda_graphs import running, send
 from ..models import States
 from ..proposers.base import Ask, Proposer, Texts
 from ..proposers.logits import pick_states
+from ..proposers.tree_shape import ROOT
 from ..sampling_settings import SamplingSettings
-from ..tree import ROOT
 from .expected_rounds import RoundCounts, survival_chosen, walk_expected
 from .target_trace import RecordedAnswer, TargetTrace
 

@@ -15,8 +15,7 @@ from draftforge.data.bounded_templates import LIMITS, BoundedEnvironment
 from draftforge.data.chat_template import render_text
 from draftforge.data.conversation import Message
 from draftforge.errors import InputError
-from draftforge.specdec.expressions import TemplateLimits
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings, TemplateLimits
 from draftforge.specdec.targets import load_target_tokenizer
 
 ASK = [Message(role="user", content="Hi"), Message(role="assistant", content="Ho"), Message(role="user", content="?")]
@@ -80,7 +79,7 @@ from byte_level import byte_level_tokenizer
 from draftforge.data.chat_template import render_text
 from draftforge.data.conversation import Message
 from draftforge.errors import InputError
-from draftforge.specdec.expressions import TemplateLimits
+from draftforge.specdec.target_settings import TemplateLimits
 tokenizer = byte_level_tokenizer(["Hi there"], 262)
 tokenizer.template_limits = TemplateLimits(steps=1 << 20)
 resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))

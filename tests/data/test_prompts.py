@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from draftforge.data import prompts
 from draftforge.data.prompts import last_turn, prompts_of, read_prompts, user_turn
 from draftforge.errors import InputError, MissingFileError
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 

@@ -13,9 +13,9 @@ from trained import Trained
 from vllm_served import VLLM, environment
 
 from draftforge.specdec.formats import Verifier, convert_draft
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.serve_commands import lookup_command, serve_command
 from draftforge.specdec.serving_plan import ServingPlan, write_plan
+from draftforge.specdec.target_settings import TargetSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]

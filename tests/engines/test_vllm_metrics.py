@@ -13,7 +13,7 @@ from vllm_served import served
 
 from draftforge.eval.engine_metrics import Counters, parse
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.sampling_settings import SamplingSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -20,7 +20,8 @@ from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.formats import Format, Verifier, write_draft
-from draftforge.specdec.proposers import Proposer, make_proposer
+from draftforge.specdec.proposers.base import Proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target

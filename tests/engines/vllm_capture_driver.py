@@ -14,8 +14,8 @@ from draftforge.data.capture.plan import Prompts, plan_shards
 from draftforge.data.capture.scheduler import answer_shards
 from draftforge.data.conversation import Conversation
 from draftforge.data.settings import CaptureSettings
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 

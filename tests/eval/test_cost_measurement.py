@@ -18,7 +18,7 @@ from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.serving_load import LoadTimes
 from draftforge.eval.settings import CostSettings, LoadSettings, ScoreSettings
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.tree_settings import StaticTree
 from draftforge.specdec.requests import DecodeRun, RoundSeconds

@@ -24,7 +24,7 @@ from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target

@@ -24,7 +24,7 @@ from draftforge.eval.leaderboard import serving
 from draftforge.eval.score import perplexity
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.tree_settings import DynamicTree, OwnTree, StaticTree
 from draftforge.specdec.replay.expected_rounds import RoundCounts

@@ -23,7 +23,7 @@ from draftforge.pipeline.scoring import check_load
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.specdec.formats.gguf.layouts import write_llama
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import context_length
 from draftforge.train import loop
 

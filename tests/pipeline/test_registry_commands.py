@@ -18,17 +18,18 @@ from draftforge.eval.acceptance import Estimate
 from draftforge.pipeline import export
 from draftforge.pipeline.export import rewrite_draft
 from draftforge.registry.champion_alias import promote, rollback, undo_rollback
-from draftforge.registry.connect import RegistrySettings, Tracking, open_tracking
+from draftforge.registry.connect import Tracking, open_tracking
 from draftforge.registry.gate import Decision, Evidence, Figures, Interval, Numbers
 from draftforge.registry.lineage import Lineage, Version
+from draftforge.registry.settings import RegistrySettings
 from draftforge.registry.tracking import start_run
 from draftforge.registry.versions import register_version
 from draftforge.specdec.formats import Format, Verifier, read_draft, read_meta
 from draftforge.specdec.formats.gguf.file import read_gguf
 from draftforge.specdec.formats.gguf.llama import write_llama
 from draftforge.specdec.formats.layouts import FAMILIES
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.serving_plan import FoundPlan, ServingPlan, find_plan, write_plan
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import target_fingerprint
 
 VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])

@@ -24,7 +24,8 @@ from draftforge.pipeline.promotion import REFUSED
 from draftforge.pipeline.stages import Stage, Stages, Start
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
-from draftforge.registry.gate import Decision, GateSettings, decide
+from draftforge.registry.gate import Decision, decide
+from draftforge.registry.settings import GateSettings
 from draftforge.specdec.replay.expected_rounds import RoundCounts
 from draftforge.specdec.serving_plan import ServingPlan
 from draftforge.storage import write_json

@@ -25,7 +25,7 @@ from draftforge.recipe import load_recipe
 from draftforge.registry.versions import CANDIDATE, CHAMPION, fetch
 from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.formats import write_draft
-from draftforge.specdec.proposers import MergedProposer
+from draftforge.specdec.proposers.merged import MergedProposer
 from draftforge.specdec.proposers.tree_settings import MergedTree, StaticTree
 from draftforge.specdec.serving_plan import ServingPlan, write_plan
 from draftforge.specdec.stored_draft import StoredDraft

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from draftforge.registry.connect import RegistrySettings, Tracking, open_tracking
+from draftforge.registry.connect import Tracking, open_tracking
 from draftforge.registry.lineage import Lineage, Version
+from draftforge.registry.settings import RegistrySettings
 from draftforge.registry.tracking import start_run
 from draftforge.registry.versions import register_version
 

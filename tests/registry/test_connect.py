@@ -19,7 +19,6 @@ from draftforge.errors import DiskFullError, InputError, RegistryError, Tracking
 from draftforge.masking import masked
 from draftforge.registry import connect
 from draftforge.registry.connect import (
-    RegistrySettings,
     Tracking,
     how_to_look,
     mlflow_errors,
@@ -29,6 +28,7 @@ from draftforge.registry.connect import (
     unreachable,
     watched,
 )
+from draftforge.registry.settings import RegistrySettings
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from draftforge.eval.acceptance import student
-from draftforge.registry.gate import Evidence, GateSettings, Interval, StoredDecision, decide
+from draftforge.registry.gate import Evidence, Interval, StoredDecision, decide
+from draftforge.registry.settings import GateSettings
 
 GOOD: dict[str, Any] = {
     "conversations": 60,

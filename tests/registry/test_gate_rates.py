@@ -13,17 +13,8 @@ import pytest
 from holdouts import CLUSTERS, TAU, Floats, Holdout, K, Mix, holdouts
 
 from draftforge.eval.acceptance import Estimate, estimate, ratio, student
-from draftforge.registry.gate import (
-    POWER,
-    Baseline,
-    DomainFigures,
-    Evidence,
-    Figures,
-    GateSettings,
-    Interval,
-    decide,
-    more_clusters,
-)
+from draftforge.registry.gate import POWER, Baseline, DomainFigures, Evidence, Figures, Interval, decide, more_clusters
+from draftforge.registry.settings import GateSettings
 
 SIMULATED, CONFIDENCE = int(os.environ.get("SIMULATED", "200")), 0.95
 WORSE = (0.02, 0.02, -0.12)

@@ -13,7 +13,8 @@ from mlflow_server import mlflow_server, serving
 from ports import free_port
 
 from draftforge.registry import tracking as module
-from draftforge.registry.connect import RegistrySettings, Tracking, how_to_look, open_tracking
+from draftforge.registry.connect import Tracking, how_to_look, open_tracking
+from draftforge.registry.settings import RegistrySettings
 from draftforge.registry.tracking import start_run
 
 pytestmark = pytest.mark.slow

@@ -35,11 +35,11 @@ from draftforge.registry.versions import (
 )
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.formats import read_meta
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.tree_settings import StaticTree
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.serving_plan import ServingPlan, write_plan
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.storage import read_object, write_json
 

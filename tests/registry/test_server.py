@@ -16,10 +16,11 @@ from postgres import PASSWORD, postgres
 
 from draftforge.errors import RegistryError, TrackingError
 from draftforge.registry.champion_alias import decisions, history, promote, rollback
-from draftforge.registry.connect import RegistrySettings, Tracking, open_tracking
+from draftforge.registry.connect import Tracking, open_tracking
 from draftforge.registry.gate import Decision
 from draftforge.registry.lineage import Version, holdout_overlap
 from draftforge.registry.listing import listing
+from draftforge.registry.settings import RegistrySettings
 from draftforge.registry.tracking import start_run
 from draftforge.registry.versions import CHAMPION, PREVIOUS, aliases, fetch, resolve_models_uri, targets
 

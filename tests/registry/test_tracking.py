@@ -20,7 +20,8 @@ from mlflow.tracking import MlflowClient
 
 from draftforge.errors import COMMAND, MissingFileError, RegistryError, TrackingError
 from draftforge.registry import tracking as module
-from draftforge.registry.connect import KIND_TAG, MODEL_TRAINING, RegistrySettings, Tracking
+from draftforge.registry.connect import KIND_TAG, MODEL_TRAINING, Tracking
+from draftforge.registry.settings import RegistrySettings
 from draftforge.registry.tracking import Outage, TrackedRun, find_run, flatten, missing, start_run
 
 

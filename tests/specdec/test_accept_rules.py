@@ -9,8 +9,8 @@ import pytest
 from draftforge.errors import InputError
 from draftforge.specdec import verify
 from draftforge.specdec.accept_rules import RULES, check_rule, choose_rule, deciding_rule, preferred_rules, rules_for
+from draftforge.specdec.proposers.tree_shape import Drawn
 from draftforge.specdec.sampling_settings import SamplingSettings
-from draftforge.specdec.tree import Drawn
 
 COLD, WARM = SamplingSettings(), SamplingSettings(temperature=0.8)
 

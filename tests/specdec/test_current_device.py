@@ -9,7 +9,7 @@ from stand_ins import near_copy, target
 
 from draftforge.specdec import models
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.tree_settings import DynamicTree
 from draftforge.specdec.replay import dynamic, replay, target_trace
 from draftforge.specdec.sampling_settings import SamplingSettings

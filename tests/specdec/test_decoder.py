@@ -17,8 +17,7 @@ from draftforge.errors import ContextLengthError, InputError
 from draftforge.specdec import decoder
 from draftforge.specdec.decoder import decode_rounds, generate
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import Proposer
-from draftforge.specdec.proposers.base import Ask, Draft
+from draftforge.specdec.proposers.base import Ask, Draft, Proposer
 from draftforge.specdec.requests import DecodeRun, Generation, Request, RoundTimer, until_stop
 from draftforge.specdec.sampling import probabilities
 from draftforge.specdec.sampling_settings import SamplingSettings

@@ -15,7 +15,8 @@ from stand_ins import near_copy, prompts, random_eagle3, target
 
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.proposers import Proposer, make_proposer
+from draftforge.specdec.proposers.base import Proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.sampling_settings import SamplingSettings

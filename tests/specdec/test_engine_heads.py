@@ -19,8 +19,8 @@ from draftforge.specdec.drafts.layers import Rope, frequencies
 from draftforge.specdec.formats import read_draft, write_draft
 from draftforge.specdec.formats.llama import rope_parameters
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import make_drafter
 from draftforge.specdec.proposers.base import Texts
+from draftforge.specdec.proposers.factory import make_drafter
 
 PROMPT = 30
 AHEAD = [5, 44, 17]  # drafted tokens that are read

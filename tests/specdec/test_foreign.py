@@ -20,7 +20,9 @@ from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.kv_cache import CacheStep
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.proposers import Ask, Draft, ForeignProposer, make_proposer
+from draftforge.specdec.proposers.base import Ask, Draft
+from draftforge.specdec.proposers.cross_tokenizer import ForeignProposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.tree_settings import StaticTree
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.replay import replay

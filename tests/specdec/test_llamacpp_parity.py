@@ -18,7 +18,7 @@ from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.formats import write_draft
 from draftforge.specdec.formats.gguf.llama import read_llama, write_llama
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.requests import Round
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target

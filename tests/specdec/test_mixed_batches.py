@@ -12,10 +12,10 @@ from draftforge.errors import InputError
 from draftforge.specdec import decoder
 from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import Draft, Proposer
+from draftforge.specdec.proposers.base import Draft, Proposer
+from draftforge.specdec.proposers.tree_shape import ROOT
 from draftforge.specdec.requests import DecodeRun, Generation, Request
 from draftforge.specdec.sampling_settings import SamplingSettings
-from draftforge.specdec.tree import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from draftforge.specdec.formats import Format, Verifier, write_draft
 from draftforge.specdec.formats.layouts import family_at, layout_of
 from draftforge.specdec.model_card import DraftFacts, facts_of, write_card
 from draftforge.specdec.proposers.tree_settings import StaticTree
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.serving_plan import FoundPlan, ServingPlan, find_plan
+from draftforge.specdec.target_settings import TargetSettings
 
 TARGET = TargetSettings(model="owner/model")
 VERIFIER = Verifier("owner/model", ["LlamaForCausalLM"])

@@ -20,7 +20,7 @@ from draftforge.errors import DraftforgeError, FormatError
 from draftforge.specdec.formats.gguf.file import read_gguf
 from draftforge.specdec.gguf_header import MOST_ELEMENTS, read_header
 from draftforge.specdec.model_folder import INDEX_FILE, check_size
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target, locate, target_files, target_fingerprint
 
 

@@ -10,7 +10,7 @@ from stand_ins import llama
 
 from draftforge.errors import FormatError
 from draftforge.specdec.models import Call, CausalModel, check_layers
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 RULES = {

@@ -23,9 +23,9 @@ from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.formats import convert_draft
 from draftforge.specdec.formats.layouts import FAMILIES, Format
 from draftforge.specdec.proposers.tree_settings import DynamicTree, StaticTree
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
 from draftforge.specdec.serving_plan import ServingPlan, write_plan
+from draftforge.specdec.target_settings import TargetSettings
 
 TARGET = TargetSettings(model="owner/model", revision="main", context=4096)
 GGUF = TargetSettings(model="/models", gguf_file="target.gguf", context=512)

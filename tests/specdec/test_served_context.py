@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.served_context import longest_context, rotates, served_context
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target, context_length
 
 

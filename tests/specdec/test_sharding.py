@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from torch.distributed.tensor import DTensor
 
 from draftforge.errors import FormatError, InputError
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sharding import FileWeights
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 RunDistributed = Callable[..., list[Any]]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from draftforge.errors import MissingFileError
 from draftforge.fingerprint import of_files, of_json
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import (
     Target,
     copy_tokenizer_of,

@@ -9,7 +9,7 @@ import trained as fixture
 from trained import DRAFTS, PROMPTS, Trained
 
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.sampling_settings import SamplingSettings
 
 

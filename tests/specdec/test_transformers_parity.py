@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from draftforge.specdec.decoder import Request, generate
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.sampling_settings import SamplingSettings
 
 pytestmark = pytest.mark.slow

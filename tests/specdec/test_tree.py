@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from draftforge.errors import InputError
-from draftforge.specdec.tree import ROOT, DraftTree, TreeBatch
+from draftforge.specdec.proposers.tree_shape import ROOT
+from draftforge.specdec.tree import DraftTree, TreeBatch
 
 
 def test_a_chain_is_a_tree_of_single_children() -> None:

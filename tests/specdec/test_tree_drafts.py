@@ -13,18 +13,12 @@ from transformers import MistralConfig, MistralForCausalLM
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import (
-    Ask,
-    Draft,
-    DynamicProposer,
-    MergedProposer,
-    Proposer,
-    StaticProposer,
-    TreeShape,
-    make_drafter,
-    make_proposer,
-)
-from draftforge.specdec.proposers.base import Texts
+from draftforge.specdec.proposers.base import Ask, Draft, Proposer, Texts
+from draftforge.specdec.proposers.dynamic_tree import DynamicProposer
+from draftforge.specdec.proposers.factory import make_drafter, make_proposer
+from draftforge.specdec.proposers.merged import MergedProposer
+from draftforge.specdec.proposers.static_tree import StaticProposer
+from draftforge.specdec.proposers.tree_shape import TreeShape
 from draftforge.specdec.sampling import categorical, penalised, probabilities
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tree import TreeBatch

@@ -16,8 +16,10 @@ from torch import Tensor
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.proposers import Drafter, DynamicProposer, StaticProposer, Trace, make_drafter
-from draftforge.specdec.proposers.base import Texts
+from draftforge.specdec.proposers.base import Drafter, Texts, Trace
+from draftforge.specdec.proposers.dynamic_tree import DynamicProposer
+from draftforge.specdec.proposers.factory import make_drafter
+from draftforge.specdec.proposers.static_tree import StaticProposer
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tree import DraftTree, TreeBatch

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftforge.specdec import verify
-from draftforge.specdec.tree import ROOT, DraftTree
+from draftforge.specdec.proposers.tree_shape import ROOT
+from draftforge.specdec.tree import DraftTree
 from draftforge.specdec.verify import verify_block, verify_greedy, verify_onehot, verify_token
 
 REAL = load()

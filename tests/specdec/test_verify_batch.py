@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftforge.errors import InputError
 from draftforge.specdec import verify
 from draftforge.specdec.accept_rules import RULES
-from draftforge.specdec.tree import ROOT, DraftTree, Drawn, TreeBatch
+from draftforge.specdec.proposers.tree_shape import ROOT, Drawn
+from draftforge.specdec.tree import DraftTree, TreeBatch
 from draftforge.specdec.verify_batch import verify_batch, verify_greedy_chains
 
 WAYS: list[tuple[str, Drawn]] = [(name, drawn) for name, rule in RULES.items() for drawn in sorted(rule.drawn)]

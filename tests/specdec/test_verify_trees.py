@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from draftforge.specdec import verify
 from draftforge.specdec.accept_rules import RULES
-from draftforge.specdec.tree import ROOT, DraftTree, Drawn
+from draftforge.specdec.proposers.tree_shape import ROOT, Drawn
+from draftforge.specdec.tree import DraftTree
 from draftforge.specdec.verify import (
     verify_block,
     verify_match,

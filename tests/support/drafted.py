@@ -17,11 +17,11 @@ from draftforge.specdec.drafts.eagle import EagleConfig, EagleDraft
 from draftforge.specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from draftforge.specdec.formats import DraftMeta, save_draft
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import make_drafter, make_proposer
 from draftforge.specdec.proposers.base import Texts
+from draftforge.specdec.proposers.factory import make_drafter, make_proposer
+from draftforge.specdec.proposers.tree_shape import ROOT
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
-from draftforge.specdec.tree import ROOT
 from draftforge.train.families.base import Family
 from draftforge.train.families.eagle import EagleFamily
 from draftforge.train.families.initial_weights import layer_fields

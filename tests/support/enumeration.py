@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from draftforge.specdec import verify
-from draftforge.specdec.tree import ROOT, DraftTree, Drawn
+from draftforge.specdec.proposers.tree_shape import ROOT, Drawn
+from draftforge.specdec.tree import DraftTree
 
 T = TypeVar("T")
 Context = tuple[int, ...]

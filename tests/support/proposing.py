@@ -9,20 +9,16 @@ from stand_ins import near_copy, parallel_eagle3, target, taught_dflash, taught_
 from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import (
-    DynamicProposer,
-    MergedProposer,
-    Proposer,
-    StaticProposer,
-    TreeShape,
-    make_drafter,
-    make_proposer,
-)
+from draftforge.specdec.proposers.base import Proposer
 from draftforge.specdec.proposers.cascade import CascadeProposer, SmallHelper
+from draftforge.specdec.proposers.dynamic_tree import DynamicProposer
+from draftforge.specdec.proposers.factory import make_drafter, make_proposer
 from draftforge.specdec.proposers.lookahead import JacobiProposer, LookaheadProposer
+from draftforge.specdec.proposers.merged import MergedProposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
+from draftforge.specdec.proposers.static_tree import StaticProposer
 from draftforge.specdec.proposers.suffix import SuffixProposer
-from draftforge.specdec.tree import Drawn
+from draftforge.specdec.proposers.tree_shape import Drawn, TreeShape
 
 CHAINS = (
     "small", "skipped", "eagle", "eagle3", "eagle3-reduced", "eagle3-deep", "medusa", "dflash",

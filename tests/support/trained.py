@@ -33,7 +33,7 @@ from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.formats import DraftMeta, load_draft, save_draft
 from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target, tokenizer_digest
 from draftforge.storage import lock, new_folder
 

@@ -11,8 +11,8 @@ from draftforge.data.capture.capture import capture
 from draftforge.data.conversation import Conversation, Message
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 QUESTIONS = [

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from draftforge.data.store import Capture
 from draftforge.errors import TrainingDivergedError
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train import loop, throughput
 from draftforge.train.settings import (

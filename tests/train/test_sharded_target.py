@@ -9,7 +9,7 @@ import torch
 
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train import loop
 from draftforge.train.families.medusa import check_trainable

@@ -28,7 +28,7 @@ from ...specdec.drafts.layers import take
 from ...specdec.drafts.medusa import MedusaConfig, MedusaDraft
 from ...specdec.formats.checkpoint import META_FILE, ORIGINAL_TARGET, OWN_TARGET, read_meta
 from ...specdec.models import CausalModel, head_arithmetic
-from ...specdec.requests import TargetSettings
+from ...specdec.target_settings import TargetSettings
 from ...specdec.targets import Target, copy_tokenizer_of, target_fingerprint
 from ...storage import write_json
 from ..losses.linear_head import Head, LossSettings, Rows, head_loss

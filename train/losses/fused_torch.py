@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from ...data.teacher_logprobs import FLOOR
-from .objectives import CHAINED, FullDistribution, LossWeights
-from .schedule import LossPlan
+from .objectives import FullDistribution, LossWeights
+from .schedule import CHAINED, LossPlan
 
 FUSED = frozenset({"kl", "ce", "tv", "lk_hybrid"})
 """Objectives of the pass in torch."""

@@ -24,16 +24,8 @@ from ...specdec.models import CausalModel, head_arithmetic
 from . import fused_torch
 from .expected_length import ChainLoss, chain_loss, chains_of_steps
 from .fused_torch import ChunkPass, TorchPass, TorchTeacher, can_fuse, coefficients
-from .objectives import (
-    CHAINED,
-    FullDistribution,
-    LossWeights,
-    StoredDistribution,
-    TeacherEntries,
-    acceptance,
-    autograd_loss,
-)
-from .schedule import LossPlan, Objective
+from .objectives import FullDistribution, LossWeights, StoredDistribution, TeacherEntries, acceptance, autograd_loss
+from .schedule import CHAINED, LossPlan, Objective
 
 
 class Teacher(Protocol):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...data.teacher_logprobs import FLOOR, Signals
-from .schedule import LossPlan
+from .schedule import CHAINED, LossPlan
 
 
 class Entries(NamedTuple):
@@ -93,10 +93,6 @@ OBJECTIVES: Mapping[str, Objective] = {
     "lk": lk,
     "lk_hybrid": lk_hybrid,
 }
-CHAINED = "expected_length"
-"""Objective that no single position has: minus the expected tokens a round (see expected_length.py)."""
-FULL = frozenset({"reverse_kl", "jsd", "lk", "lk_hybrid", CHAINED})
-"""Objectives that need the target's whole distribution."""
 _LOG_2 = math.log(2.0)
 
 

@@ -5,6 +5,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+CHAINED = "expected_length"
+"""Objective that no single position has: minus the expected tokens a round (see expected_length.py)."""
+FULL = frozenset({"reverse_kl", "jsd", "lk", "lk_hybrid", CHAINED})
+"""Objectives that need the target's whole distribution."""
 ObjectiveName = Literal["kl", "ce", "tv", "reverse_kl", "jsd", "lk", "lk_hybrid", "expected_length"]
 
 

@@ -223,7 +223,7 @@ from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.conversation import Conversation
 from draftforge.specdec.sampling_settings import SamplingSettings
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 job = json.load(sys.stdin)

@@ -19,8 +19,8 @@ from draftforge.data.conversation import SPLITS, Conversation, Message
 from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.errors import DiskFullError, InputError
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(max_new_tokens=8, batch_size=2, top_k=4, tail_samples=2, shard_samples=3)

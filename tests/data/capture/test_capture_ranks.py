@@ -20,7 +20,7 @@ from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
 from draftforge.distributed import ALONE, Ranks, ranks
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 

@@ -16,8 +16,8 @@ from draftforge.data.conversation import Conversation, Message, Split
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture, Sample
 from draftforge.errors import ContextLengthError, InputError, LockedError, OwnershipError, StaleInputError
-from draftforge.specdec.requests import TargetSettings
 from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(max_new_tokens=12, batch_size=4, top_k=8, tail_samples=4, store_dtype="float32")

@@ -21,9 +21,10 @@ from draftforge.data.store import Capture, Sample
 from draftforge.data.teacher_logprobs import Signals, teacher_signals
 from draftforge.specdec.cuda_graphs import Shapes
 from draftforge.specdec.decoder import generate
-from draftforge.specdec.requests import Request, TargetSettings
+from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling import Purpose, uniforms
 from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 SETTINGS = CaptureSettings(

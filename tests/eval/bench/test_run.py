@@ -26,7 +26,7 @@ from draftforge.eval.bench.run import (
 from draftforge.eval.bench.table import bench_rows
 from draftforge.specdec.decoder import decode_rounds
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.requests import DecodeRun
 from draftforge.specdec.sampling_settings import SamplingSettings

@@ -17,8 +17,11 @@ from draftforge.specdec.drafts import dflash
 from draftforge.specdec.drafts.dflash import DFlashDraft
 from draftforge.specdec.kernels.document_mask import Documents, QueryMask
 from draftforge.specdec.kv_cache import KVCache
-from draftforge.specdec.proposers import DynamicProposer, StaticProposer, TreeShape, make_drafter, make_proposer
 from draftforge.specdec.proposers.base import Texts
+from draftforge.specdec.proposers.dynamic_tree import DynamicProposer
+from draftforge.specdec.proposers.factory import make_drafter, make_proposer
+from draftforge.specdec.proposers.static_tree import StaticProposer
+from draftforge.specdec.proposers.tree_shape import TreeShape
 from draftforge.specdec.replay.dynamic import replay_dynamic
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.replay import replay

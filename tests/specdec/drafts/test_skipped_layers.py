@@ -17,7 +17,7 @@ from draftforge.errors import FormatError, InputError
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers, check_skips
 from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import make_drafter
+from draftforge.specdec.proposers.factory import make_drafter
 
 SETS = [
     SkippedLayers(attention=(1,)),

@@ -23,7 +23,7 @@ from draftforge.specdec.decoder import generate
 from draftforge.specdec.kernels import fused, pointwise
 from draftforge.specdec.kernels.fused import _Rotary, fuse
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import make_proposer
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 

@@ -14,9 +14,9 @@ from draftforge.specdec import decoder
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import States
-from draftforge.specdec.proposers import Ask, Draft, Proposer, make_proposer
-from draftforge.specdec.proposers.base import Texts
+from draftforge.specdec.proposers.base import Ask, Draft, Proposer, Texts
 from draftforge.specdec.proposers.cascade import CascadeProposer, Choice, Helper, SmallHelper
+from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings

@@ -15,8 +15,7 @@ from torch import Tensor
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.proposers import Ask, Draft
-from draftforge.specdec.proposers.base import Texts
+from draftforge.specdec.proposers.base import Ask, Draft, Texts
 from draftforge.specdec.proposers.lookahead import LookaheadProposer, NgramPool
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.requests import Generation, Request

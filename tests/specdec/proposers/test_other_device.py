@@ -24,22 +24,17 @@ from draftforge.specdec import kv_cache
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.proposers import (
-    DynamicProposer,
-    Proposer,
-    StaticProposer,
-    TreeShape,
-    make_drafter,
-    make_proposer,
-)
-from draftforge.specdec.proposers.base import Drafter, Texts, Trace
+from draftforge.specdec.proposers.base import Drafter, Proposer, Texts, Trace
+from draftforge.specdec.proposers.dynamic_tree import DynamicProposer
+from draftforge.specdec.proposers.factory import make_drafter, make_proposer
 from draftforge.specdec.proposers.other_device import DraftDevice, OtherDeviceDrafter, device_of, remote_copy
+from draftforge.specdec.proposers.static_tree import StaticProposer
+from draftforge.specdec.proposers.tree_shape import ROOT, TreeShape
 from draftforge.specdec.replay.expected_rounds import count_rounds
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.replay.replay import replay
 from draftforge.specdec.replay.target_trace import RecordedAnswer, trace_target
 from draftforge.specdec.sampling_settings import SamplingSettings
-from draftforge.specdec.tree import ROOT
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 META_ROW = torch.zeros(1, dtype=torch.long, device=META)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from draftforge.errors import InputError
 from draftforge.specdec.models import States
-from draftforge.specdec.proposers import Ask
-from draftforge.specdec.proposers.base import UNRANKED, Texts
+from draftforge.specdec.proposers.base import UNRANKED, Ask, Texts
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.sampling_settings import SamplingSettings

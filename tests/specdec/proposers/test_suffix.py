@@ -12,8 +12,7 @@ from stand_ins import prompts, target
 from draftforge.errors import InputError
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import States
-from draftforge.specdec.proposers import Ask
-from draftforge.specdec.proposers.base import Texts
+from draftforge.specdec.proposers.base import Ask, Texts
 from draftforge.specdec.proposers.suffix import Node, SuffixProposer, SuffixTrie, following, times
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings

@@ -14,8 +14,10 @@ from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import Proposer, StaticProposer, Trace, TreeShape, make_drafter, make_proposer
-from draftforge.specdec.proposers.base import UNRANKED
+from draftforge.specdec.proposers.base import UNRANKED, Proposer, Trace
+from draftforge.specdec.proposers.factory import make_drafter, make_proposer
+from draftforge.specdec.proposers.static_tree import StaticProposer
+from draftforge.specdec.proposers.tree_shape import TreeShape
 from draftforge.specdec.replay.dynamic import replay_dynamic
 from draftforge.specdec.replay.expected_rounds import RoundCounts, count_rounds
 from draftforge.specdec.replay.packing import Pack, Text

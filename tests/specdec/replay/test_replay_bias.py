@@ -18,7 +18,10 @@ from draftforge.eval.counts import CountRow, to_table
 from draftforge.specdec.decoder import Generation, Request, generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.proposers import Proposer, StaticProposer, TreeShape, make_drafter, make_proposer
+from draftforge.specdec.proposers.base import Proposer
+from draftforge.specdec.proposers.factory import make_drafter, make_proposer
+from draftforge.specdec.proposers.static_tree import StaticProposer
+from draftforge.specdec.proposers.tree_shape import TreeShape
 from draftforge.specdec.replay.expected_rounds import (
     RoundCounts,
     count_rounds,

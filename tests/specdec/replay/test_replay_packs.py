@@ -12,11 +12,11 @@ from torch import Tensor
 from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.models import CausalModel, States
-from draftforge.specdec.proposers import Drafter, Proposer, StaticProposer
 from draftforge.specdec.proposers import dflash as dflash_drafter
 from draftforge.specdec.proposers import eagle as eagle_drafter
 from draftforge.specdec.proposers import logits as rows_of_logits
-from draftforge.specdec.proposers.base import UNRANKED, Texts
+from draftforge.specdec.proposers.base import UNRANKED, Drafter, Proposer, Texts
+from draftforge.specdec.proposers.static_tree import StaticProposer
 from draftforge.specdec.replay import dynamic
 from draftforge.specdec.replay.replay import Counted, replay, replayable
 from draftforge.specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target

@@ -9,8 +9,8 @@ from draftforge.data.batches import collate
 from draftforge.data.store import Capture
 from draftforge.errors import InputError
 from draftforge.specdec.drafts.dflash import DFlashDraft
-from draftforge.specdec.proposers import make_drafter
 from draftforge.specdec.proposers.base import Texts
+from draftforge.specdec.proposers.factory import make_drafter
 from draftforge.specdec.targets import Target
 from draftforge.train.families.dflash import (
     Blocks,

@@ -14,7 +14,7 @@ from draftforge.data.store import Capture
 from draftforge.errors import InputError
 from draftforge.specdec.formats import read_meta
 from draftforge.specdec.kernels.merged_projections import share_products
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.families.medusa import MedusaFamily, check_trainable
 from draftforge.train.losses.linear_head import LOSS

@@ -16,8 +16,9 @@ from draftforge.specdec.continuous_batching import PlainDecoder
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import CausalModel
-from draftforge.specdec.requests import Request, TargetSettings
+from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.families import build, on_policy
 from draftforge.train.families.initial_weights import prune

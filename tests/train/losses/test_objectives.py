@@ -9,7 +9,6 @@ from torch import Tensor
 
 from draftforge.data.teacher_logprobs import Signals, teacher_signals
 from draftforge.train.losses.objectives import (
-    FULL,
     OBJECTIVES,
     Entries,
     LogProbsAt,
@@ -19,6 +18,7 @@ from draftforge.train.losses.objectives import (
     stored_entries,
     weighted_loss,
 )
+from draftforge.train.losses.schedule import FULL
 
 V = 12
 Logits = st.lists(st.floats(-8, 8), min_size=V, max_size=V).map(lambda row: torch.tensor([row], dtype=torch.float64))

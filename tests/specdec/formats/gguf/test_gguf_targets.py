@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from draftforge.errors import FormatError
 from draftforge.specdec.formats.gguf.layouts import write_llama
 from draftforge.specdec.loading import as_the_file_says
-from draftforge.specdec.requests import TargetSettings
+from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
 TEXTS = ["the order of the day: the lamp and the other lamp were sold for seven coins"] * 2
