@@ -12,14 +12,25 @@ COMMAND: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
 """The command that this process runs, for lines that say how to go on; empty: it was not started by a command line."""
 
 
+_LONGEST = 4000  # characters of a message
+
+
 class DraftforgeError(Exception):
     """Root of the tree. Raised as it is only by tests."""
 
     exit_code = 2
+    many_lines = False
+
+    def __init__(self, message: str = "") -> None:
+        # What a message quotes of strangers' files may have lines of its own, which would read as lines of ours.
+        line = message if self.many_lines else " ".join(message.splitlines())
+        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
 
 
 class RecipeError(DraftforgeError, ValueError):
-    """A recipe field is unknown, missing or out of range."""
+    """Recipe fields that are unknown, missing or out of range, a line each."""
+
+    many_lines = True
 
 
 class InputError(DraftforgeError, ValueError):

@@ -78,6 +78,10 @@ def _too_long(size: int, where: str) -> Any:
     raise InputError(f"{where}: has {size_text(size)}, more than read_limits.line_megabytes allows")
 
 
+def _no_text(row: Any, where: str) -> Any:
+    raise InputError(f"{where}: holds text that is not valid UTF-8")
+
+
 def _as_error(message: str, where: str) -> Any:
     raise InputError(message)
 
@@ -559,9 +563,10 @@ def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
             for row in rows_within(batch, file.limits.line_bytes):
                 number += 1
                 place = f"{file.path}: row {number}"
-                yield Item(file.path, place, row, _too_long if isinstance(row, int) else without_none)
+                decoder = _too_long if isinstance(row, int) else _no_text if row is None else without_none
+                yield Item(file.path, place, row, decoder)
             file.tick()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file.path}: row {number + 1}: not a complete Parquet file ({error})") from None
 
 

@@ -7,7 +7,7 @@ to a megabyte or more, and a table may repeat one long text a million times.
 import io
 import resource
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,15 +93,21 @@ def memory_within(path: Path, limits: Limits) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
 
 
-def rows_within(batch: pa.RecordBatch, longest: int) -> Iterator[dict[str, Any] | int]:
-    """Yield the rows of a batch; of one that is too large its size, as far as it can be told without making it."""
+def rows_within(batch: pa.RecordBatch, longest: int) -> Iterator[dict[str, Any] | int | None]:
+    """Yield the rows of a batch; of one that is too large its size, as far as it can be told without making it; None
+    for one whose text is not valid UTF-8."""
     if _values_bytes(batch.columns) <= longest:
-        yield from batch.to_pylist()
-        return
+        with suppress(UnicodeDecodeError):
+            rows = batch.to_pylist()
+            yield from rows
+            return
     for number in range(len(batch)):
         row = batch.slice(number, 1)
         size = _values_bytes(row.columns)
-        yield row.to_pylist()[0] if size <= longest else size
+        try:
+            yield row.to_pylist()[0] if size <= longest else size
+        except UnicodeDecodeError:
+            yield None
 
 
 def _values_bytes(arrays: Sequence[pa.Array]) -> int:

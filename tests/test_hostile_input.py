@@ -1,6 +1,7 @@
 """Whatever stands in a recipe, a scrape, a GGUF file, a template or a message: a result or one line, and no hang."""
 
 import copy
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -16,7 +17,7 @@ from draftforge.cli import main
 from draftforge.data.chat_template import render_text
 from draftforge.data.conversation import Message
 from draftforge.data.redact import Kind, Redactor
-from draftforge.errors import DraftforgeError, InputError
+from draftforge.errors import DraftforgeError, FormatError, InputError, RecipeError
 from draftforge.eval.engine_metrics import parse
 from draftforge.recipe import load_recipe
 from draftforge.specdec.formats.detect import read_draft
@@ -186,6 +187,21 @@ def test_gguf_files(gguf: Path, data: st.DataObject) -> None:
     broken.write_bytes(data.draw(mutated(gguf.read_bytes()[:2_000])) + gguf.read_bytes()[2_000:])
     one_line(lambda: read_gguf(broken))
     one_line(lambda: read_draft(broken))
+
+
+@pytest.mark.parametrize("heads", [0, 989855746])
+def test_gguf_files_with_numbers_that_fit_nothing(gguf: Path, heads: int) -> None:
+    data, key = gguf.read_bytes(), b"llama.attention.head_count" + struct.pack("<I", 4)
+    assert data.count(key) == 1
+    broken = gguf.with_name("heads.gguf")
+    broken.write_bytes(data.replace(key + struct.pack("<I", 2), key + struct.pack("<I", heads)))
+    with pytest.raises(FormatError, match=r"heads\.gguf: "):
+        read_draft(broken)
+
+
+def test_an_error_has_one_line_of_bounded_length_whatever_it_quotes() -> None:
+    assert str(InputError("x: role 'a\n\u2028error: b'")) == "x: role 'a  error: b'"
+    assert len(str(FormatError("x" * 10**6))) == 4000 and str(RecipeError("a\nb")) == "a\nb"
 
 
 NAMES = st.sampled_from(

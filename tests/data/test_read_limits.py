@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -107,6 +108,18 @@ def test_a_parquet_file_is_read_by_what_it_says_and_row_by_row(tmp_path: Path) -
         (only,) = outcomes(path)
         assert only.startswith(f"{path}: {len(table['n'])} rows, ")
         assert only.endswith("more than read_limits.unpacked_gigabytes allows; the rest of the file is not read")
+
+
+def test_a_parquet_row_whose_text_is_none_is_one_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    offsets, data = pa.py_buffer(np.array([0, 1, 2, 3], np.int32)), pa.py_buffer(b"a\xffc")
+    for values in (pa.StringArray.from_buffers(3, offsets, data), pa.array([["b"]] * 3)):
+        pq.write_table(pa.table({"a": values}), path, use_dictionary=False)
+        wrong = f"{path}: row 2: holds text that is not valid UTF-8"
+        assert outcomes(path) == ([{"a": "a"}, wrong, {"a": "c"}] if values.type == pa.string() else [{"a": ["b"]}] * 3)
+    path.write_bytes(path.read_bytes().replace(b"\x01a", b"\x01\xff"))
+    with pytest.raises(InputError, match=r"row 1: not a complete Parquet file"):
+        outcomes(path)
 
 
 def test_json_is_read_to_a_depth(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from ....errors import FormatError
 from ...drafts.layers import LinearRope, Llama3Rope, RopeScaling, YarnRope, frequencies
-from ...loading import adds_bos
+from ...loading import adds_bos, refused
 from ..llama import rope_fields, validated
 from ..tensors import Spec, check_count, check_tensors
 from .file import Field, GgufFile, read_gguf, write_gguf
@@ -208,12 +208,12 @@ def _llama3(factors_F: Tensor, path: Path, theta: float, head_dim: int) -> dict[
     if _close(factors_F, 1.0).all():
         return None
 
-    refused = FormatError(f"{path}: tensor {ROPE_FACTORS}: is not a rope scaling in the way of Llama 3")
+    other = FormatError(f"{path}: tensor {ROPE_FACTORS}: is not a rope scaling in the way of Llama 3")
 
     # The largest factor is `factor`: low frequencies are interpolated in full.
     most = float(f"{float(factors_F.max()):.6g}")
     if not most > 1:
-        raise refused
+        raise other
     wavelength_F = 2 * math.pi / frequencies(theta, head_dim, None).double()
 
     # Pairs on the ramp: solve original = wavelength x (1 + share x (4 - 1)) for each, and take the median.
@@ -235,7 +235,7 @@ def _llama3(factors_F: Tensor, path: Path, theta: float, head_dim: int) -> dict[
         again_F = _factors(theta, head_dim, Llama3Rope.model_validate(scaling))
         if torch.allclose(again_F, factors_F, rtol=1e-5):
             return scaling
-    raise refused
+    raise other
 
 
 def _close(factors_F: Tensor, value: float) -> Tensor:
@@ -370,19 +370,20 @@ def read_llama(path: Path) -> LlamaForCausalLM:
     # The number of layers is checked before anything is made for each.
     layers = content.get(path, "llama.block_count", int)
     check_count(path, "llama.block_count", layers, tensors)
-    config = LlamaConfig(
-        rope_parameters={"rope_theta": theta, **scaling},
-        **fields,
-        num_hidden_layers=layers,
-        bos_token_id=content.fields.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=content.fields.get("tokenizer.ggml.eos_token_id"),
-        tie_word_embeddings=tied,
-    )
+    with refused(str(path)):  # transformers checks sizes against each other in ways of its own
+        config = LlamaConfig(
+            rope_parameters={"rope_theta": theta, **scaling},
+            **fields,
+            num_hidden_layers=layers,
+            bos_token_id=content.fields.get("tokenizer.ggml.bos_token_id"),
+            eos_token_id=content.fields.get("tokenizer.ggml.eos_token_id"),
+            tie_word_embeddings=tied,
+        )
 
-    # Expected shapes from a model without storage.
-    names = _names(config)
-    with torch.device("meta"):
-        specs = shapes_of(LlamaForCausalLM(config).state_dict())
+        # Expected shapes from a model without storage.
+        names = _names(config)
+        with torch.device("meta"):
+            specs = shapes_of(LlamaForCausalLM(config).state_dict())
     tensors = from_ggml(path, tensors, {name: specs[source] for name, source in names.items()}, config)
 
     # Load; tied weights have one tensor for two names.
