@@ -21,9 +21,9 @@ class DraftforgeError(Exception):
     exit_code = 2
     many_lines = False
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(self, message: object = "") -> None:
         # What a message quotes of strangers' files may have lines of its own, which would read as lines of ours.
-        line = message if self.many_lines else " ".join(message.splitlines())
+        line = str(message) if self.many_lines else " ".join(str(message).splitlines())
         super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
 
 

@@ -10,18 +10,21 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import FormatError, InputError, one_line
+from ..storage import read_object
 
 _LONGEST = 10_000  # characters
 _LONGEST_NAME, _MOST_REPEATS = 300, 2
 _SECONDS, _SECONDS_EACH, _SLICE_SECONDS = 30.0, 1e-4, 0.5
 """Time of tokenizing beside that for each character, a hundred times what it takes; how often it is looked at."""
 _SHORT = 512  # characters
+_MOST_GROWTH = 256
 # What an expression consists of: escapes and classes are single pieces.
 _PIECES = re.compile(
     r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*+\]|\((?:\?[^:=!<>)]*[:=!>]|\?<[=!]|\?<\w+>)?|\)|[*+?]|\{[\d,]*\}|.",
@@ -52,22 +55,46 @@ def _unbounded(piece: str) -> bool:
     return bounds is not None and bounds[2] == "," and not bounds[3]
 
 
+def check_tokenizer_file(path: Path, where: str) -> None:
+    """`check_tokenizer_expressions` of a tokenizer.json before its library reads it, and with it the tokens that it
+    normalizes as it does. Raises InputError too for such tokens that are no short texts."""
+    stored = read_object(path)
+    _check_parts([stored.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")], where)
+    added = stored.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        content = token.get("content") if isinstance(token, dict) and token.get("normalized") else None
+        if isinstance(content, str) and len(content) > _LONGEST_NAME:
+            raise InputError(f"{where}: an added token of its tokenizer has {len(content):,} characters")
+
+
 def check_tokenizer_expressions(parts: Iterable[Any], where: str) -> None:
-    """Raise InputError for a tokenizer with an expression that may take time without bound.
+    """Raise InputError for a tokenizer with an expression that may take time without bound, or that makes long texts of
+    short ones.
 
     `parts`: its normalizer, pre-tokenizer and decoder, as the tokenizers library has them; None: it has none.
     """
-    pending = [json.loads(part.__getstate__()) for part in parts if part is not None]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Mapping):
-            pending += value.values()
-            expression = value.get("Regex")
-            if isinstance(expression, str) and (len(expression) > _LONGEST or repeats(expression)[1]):
-                shown = expression if len(expression) <= 60 else f"{expression[:59]}…"
-                raise InputError(f"{where}: its tokenizer's expression {shown!r} repeats a repeat, or is too long")
-        elif isinstance(value, list):
-            pending += value
+    _check_parts([json.loads(part.__getstate__()) for part in parts if part is not None], where)
+
+
+def _check_parts(parts: Sequence[Any], where: str) -> None:
+    """`check_tokenizer_expressions` of parts as JSON has them."""
+    for part in parts:
+        pending, growth = [part], 1
+        while pending:
+            value = pending.pop()
+            if isinstance(value, Mapping):
+                pending += value.values()
+                expression = value.get("Regex")
+                if isinstance(expression, str) and (len(expression) > _LONGEST or repeats(expression)[1]):
+                    shown = expression if len(expression) <= 60 else f"{expression[:59]}…"
+                    raise InputError(f"{where}: its tokenizer's expression {shown!r} repeats a repeat, or is too long")
+                # Each replacement may stand for every character that an earlier one made.
+                content = value.get("content")
+                growth *= max(1, len(content)) if isinstance(content, str) and "pattern" in value else 1
+                if growth > _MOST_GROWTH:
+                    raise InputError(f"{where}: its tokenizer makes {_MOST_GROWTH} characters or more of one")
+            elif isinstance(value, list):
+                pending += value
 
 
 def check_short(expressions: Iterable[str], where: str) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..errors import DraftforgeError, FormatError, one_line
 from ..progress import say
-from .expressions import check_tokenizer_expressions
+from .expressions import check_tokenizer_expressions, check_tokenizer_file
 from .gguf_header import read_header
 from .model_folder import check_folder, check_size
 
@@ -46,6 +46,8 @@ def load_model(source: str | Path, where: str, only_known: bool = False, **optio
 def load_tokenizer(source: str | Path, where: str, **options: Any) -> PreTrainedTokenizerBase:
     """Load a tokenizer. Raises FormatError, its line beginning with `where`."""
     with refused(where):
+        if (file := Path(source) / "tokenizer.json").is_file():
+            check_tokenizer_file(file, where)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         fast = getattr(tokenizer, "backend_tokenizer", None)
         if fast is not None:

@@ -51,6 +51,27 @@ def test_repeated_repeats_are_found(expression: str, tmp_path: Path) -> None:
         load_tokenizer(tmp_path, "here")
 
 
+def test_a_tokenizer_that_makes_long_texts_of_short_ones_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    byte_level_tokenizer(["aaab"], 262).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
+    token = {"id": 262, "single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+    for change, said in (
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [grow] * 3}},
+            "its tokenizer makes 256 characters or more of",
+        ),
+        (
+            {"added_tokens": [*stored["added_tokens"], token | {"content": "a" * 1500}]},
+            "token of its .* has 1,500 char",
+        ),
+    ):
+        path.write_text(json.dumps(stored | change))
+        with pytest.raises(InputError, match=f"^here: .*{said}"):
+            load_tokenizer(tmp_path, "here")
+
+
 def _nested(parsed: Any, inside: bool = False) -> bool:
     """Whether an expression as Python parses it repeats a repeat without a bound."""
     for operation, value in parsed:
