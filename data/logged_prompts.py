@@ -6,10 +6,12 @@ the server counted them. A request that was logged without something that shaped
 counter has the target's tokenizer, an even sample of its prompts tells.
 """
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from ..errors import InputError
 from .chat_template import ids_of_prompt, template_tree, turn_ids, turn_prompt
 from .conversation import Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
-from .dedup import TurnKeys
+from .dedup import NO_TURNS, TurnKeys
 from .logs.parsing import prompt_digest
 from .settings import RESERVED_ARGS
 from .split import unit
@@ -68,27 +70,37 @@ class LoggedPromptIndex:
         # Rows by their keys: those of one key stand together, the earliest request first.
         keys_R, started_R = np.array(self._keys, dtype=np.uint64), np.array(log.started)
         order_R = np.lexsort((np.nan_to_num(started_R, nan=-np.inf), keys_R))
-        sorted_R, names = keys_R[order_R], list(self._names)
+        asked_T = np.concatenate([NO_TURNS, *asked])
+        sorted_R, order, times, names = keys_R[order_R], order_R.tolist(), started_R.tolist(), list(self._names)
+        bounds = zip(
+            np.searchsorted(sorted_R, asked_T).tolist(), np.searchsorted(sorted_R, asked_T, side="right").tolist()
+        )
         for turns in asked:
             found = []
-            bounds = zip(np.searchsorted(sorted_R, turns), np.searchsorted(sorted_R, turns, side="right"))
-            for turn, (start, stop) in enumerate(bounds):
-                rows = order_R[start:stop].tolist()
-                counts = Counter(
-                    (names[self._counters[row]], log.prompt_tokens[row] if self._comparable[row] else 0)
-                    for row in rows
-                    if self._counters[row] >= 0
-                )
-                digests = [self._digests[_DIGEST_BYTES * row : _DIGEST_BYTES * (row + 1)].hex() for row in rows[::-1]]
-                times = started_R[rows]
+            for turn, (start, stop) in enumerate(islice(bounds, len(turns))):
+                rows = order[start:stop]
+                latest = times[rows[-1]] if rows else math.nan
                 one = {
-                    "asked_at": None if np.isnan(times).all() else float(np.nanmax(times)),
-                    "counts": [[*pair, number] for pair, number in _most(counts)],
-                    "digests": sorted({digest for digest in digests if digest.strip("0")})[:_MOST_KEPT],
+                    "asked_at": None if math.isnan(latest) else latest,
+                    "counts": self._counts(rows, names, log),
+                    "digests": self._some_digests(rows),
                 }
-                if any(value is not None and value != [] for value in one.values()):
+                if one["asked_at"] is not None or one["counts"] or one["digests"]:
                     found.append({"turn": turn, **one})
             yield found
+
+    def _counts(self, rows: Sequence[int], names: Sequence[str], log: LogTable) -> list[list[Any]]:
+        counts = Counter(
+            (names[self._counters[row]], log.prompt_tokens[row] if self._comparable[row] else 0)
+            for row in rows
+            if self._counters[row] >= 0
+        )
+        return [[*pair, number] for pair, number in _most(counts)]
+
+    def _some_digests(self, rows: Sequence[int]) -> list[str]:
+        """Hashes of the latest requests."""
+        digests = (self._digests[_DIGEST_BYTES * row : _DIGEST_BYTES * (row + 1)].hex() for row in reversed(rows))
+        return sorted({digest for digest in digests if digest.strip("0")})[:_MOST_KEPT]
 
 
 def _most(counts: "Counter[tuple[str, int]]") -> list[tuple[tuple[str, int], int]]:

@@ -107,7 +107,7 @@ def _same_either_way(body: Mapping[str, Any]) -> bool:
     """Whether LiteLLM, which makes a chat completion of a Messages API's body for all providers but `anthropic`, gives
     the prompt that vLLM's endpoint gives."""
     # LiteLLM makes an effort of thinking, parts of a system prompt's blocks, and takes some fields out of tools.
-    if any(body.get(name) for name in ("thinking", "output_config")) or body.get("tools") == []:
+    if any(body.get(name) for name in ("thinking", "output_config", "reasoning_effort")) or body.get("tools") == []:
         return False
     system = body.get("system")
     if not (system is None or isinstance(system, str) or (len(_blocks(system)) == 1 and _is_text(system[0]))):

@@ -88,6 +88,8 @@ class VllmReader:
         self._lines = ContainerLines()
         self._last: dict[str, datetime] = {}
         """Latest date of each server's lines that name no year."""
+        self._read: dict[str, tuple[str, Any, float | None, bool]] = {}
+        """What stood before each server's last line, and the time that it gave: many lines share a second."""
         self._waiting: dict[tuple[str, str], list[_Request]] = {}
         self._count = 0
 
@@ -103,7 +105,11 @@ class VllmReader:
         if found is None or (kind == "Request" and form not in ("details", "failed", "aborted")):
             yield Entry(where, left_out="other log line")
             return
-        when, dated = self._when(text[: found.start()], stamp, server)
+        before = text[: found.start()]
+        read = self._read.get(server)
+        if read is None or read[:2] != (before, stamp):
+            read = self._read[server] = (before, stamp, *self._when(before, stamp, server))
+        when, dated = read[2:]
         rest = text[found.end() :]
         if kind == "Request" and form != "details":
             yield from self._ended(where, server, name, form == "failed")
@@ -233,7 +239,7 @@ def _message(line: LogLine) -> tuple[str, Any]:
             text = values.get("message", values.get("log", values.get("msg")))
             stamp = values.get("asctime") or values.get("timestamp") or values.get("time")
             return (text.rstrip() if isinstance(text, str) else ""), stamp or line.stamp
-    return _COLOURS.sub("", line.text), line.stamp
+    return _COLOURS.sub("", line.text) if "\x1b" in line.text else line.text, line.stamp
 
 
 def _parts(rest: str) -> dict[str, str]:

@@ -141,6 +141,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "str
         ([], {"system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}]}, False),
         ([], {"thinking": {"type": "enabled", "budget_tokens": 2000}}, False),  # an effort
         ([], {"output_config": {"effort": "low"}}, False),  # none
+        ([], {"reasoning_effort": "medium"}, False),  # what 1.110.2 made of thinking, and logs
         ([], {"tools": []}, False),
         ([], {"tools": [{"name": "weather", "input_schema": {**SCHEMA, "additionalProperties": False}}]}, False),
         ([], {"tools": [{"name": "weather", "input_schema": SCHEMA, "strict": True}]}, False),
