@@ -20,7 +20,8 @@ _NAME = (
     r"|(?:api|access|private|secret|account)[_-]?key|credentials?|signature|sig)(?![\w-])"
 )
 _STARTS = r"(?<![\w-])"
-_VALUE = r"[^\s&\"',;)}\]]+"
+# To the end of the quotes that stand before it, or a word.
+_VALUE = r"(?:(?<=\")[^\"\n]{1,512}(?=\")|(?<=')[^'\n]{1,512}(?=')|[^\s&\"',;)}\]]+)"
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 _RULES = [
     # User and password of an address; a password may hold a slash or an @, so the last @ counts.
@@ -29,7 +30,7 @@ _RULES = [
     (r"\b((?:bearer|basic)\s+)(?=[^\s\"']{0,256}[\d=])[\w+/=.~-]{8,}", rf"\1{MASK}"),
     # name=value, --name value, "name": "value"; and name: value where the value has a digit, as errors begin so.
     (rf"({_STARTS}-{{0,2}}{_NAME}[\"']?\s{{0,8}}=\s{{0,8}}[\"']?){_VALUE}", rf"\1{MASK}"),
-    (rf"({_STARTS}-{{1,2}}{_NAME}\s{{1,8}}){_VALUE}", rf"\1{MASK}"),
+    (rf"({_STARTS}-{{1,2}}{_NAME}\s{{1,8}}[\"']?){_VALUE}", rf"\1{MASK}"),
     (rf"({_STARTS}{_NAME}[\"']\s{{0,8}}:\s{{0,8}}[\"']){_VALUE}", rf"\1{MASK}"),
     (rf"(?<![.\w-])({_NAME}\s{{0,8}}:\s{{1,8}})(?=\S{{0,256}}\d){_VALUE}", rf"\1{MASK}"),
     # Keys that their form gives away.

@@ -29,7 +29,7 @@ _LONGEST_NAME = 64
 _SHORTEST, _SHORTEST_NUMBER = 3, 7  # such as ::1; numbers of phones
 _ESCAPE = re.compile(
     r"""(?<!\\)\\++(?:u(?P<u>[0-9a-fA-F]{4})|x(?P<x>[0-9a-fA-F]{2})|(?P<one>[nrtbf"'/]))
-    | %(?P<percent>[2-7][0-9A-Fa-f]) | &\#(?P<number>\d{2,3});
+    | %(?P<percent>[2-7][0-9A-Fa-f]) | &\#(?:(?P<number>\d{2,3})|[xX](?P<hex>[0-9a-fA-F]{2}));
     | [\u00ad\u200b-\u200f\u2060\ufeff]+           # characters without a width
     """,
     re.VERBOSE,
@@ -46,7 +46,7 @@ def _folded_characters() -> dict[int, str]:
     """ASCII characters that others stand for: full-width ones, digits of other scripts, spaces, dashes, full stops."""
     found = dict.fromkeys((160, 12288, *range(8192, 8203), 8239, 8287), " ")
     found |= dict.fromkeys((*range(0x2010, 0x2016), 0x2212, 0xFE63), "-")
-    found |= dict.fromkeys((0x3002, 0xFF61), ".")
+    found |= dict.fromkeys((0x2024, 0x3002, 0xFF61), ".")
     found |= {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
     others = (*range(0x660, 0x1_0000), *range(0x1_D7CE, 0x1_D800))
     return found | {code: str(unicodedata.decimal(chr(code))) for code in others if chr(code).isdecimal()}
@@ -86,7 +86,7 @@ class _Folded:
 
 def _unescaped(escape: re.Match[str]) -> str:
     """The character that an escape stands for; none for characters without a width."""
-    for name, base in (("u", 16), ("x", 16), ("percent", 16), ("number", 10)):
+    for name, base in (("u", 16), ("x", 16), ("percent", 16), ("hex", 16), ("number", 10)):
         if escape[name] is not None:
             return chr(int(escape[name], base))
     return "" if escape["one"] is None else _ONE.get(escape["one"], escape["one"])

@@ -20,6 +20,8 @@ from draftforge.masking import masked, masked_value
         ('{"api_key": "abc", "n": 1}', '{"api_key": "***", "n": 1}'),
         ("curl --auth-token abc -d x", "curl --auth-token *** -d x"),
         ("--password=abc", "--password=***"),
+        ("--password 'a b, c' x, token=\"d e\" y", "--password '***' x, token=\"***\" y"),
+        ("{'password': 'a b', 'n': 1}", "{'password': '***', 'n': 1}"),
         ("Authorization: Bearer abcdef123", "Authorization: Bearer ***"),
         ("password: hunter2", "password: ***"),
         ("got hf_abcdefghij0123456789 there", "got *** there"),

@@ -69,6 +69,7 @@ def redacted(text: str) -> tuple[str, dict[str, int]]:
         ("said ann\\u0040mail.org, ann@b\\u00fccher.de", "said <email>, <email>"),
         ("log: line\\nghp_" + "a1B2" * 9 + " end", "log: line\\n<key> end"),
         ("?email=ann%40mail.org&x=1, ann&#64;mail.org", "?email=<email>&x=1, <email>"),
+        ("ann&#x40;mail.org, ann@mail\u2024org", "<email>, <email>"),
         ('cut {\\"password\\": \\"hunter22\\", ', 'cut {\\"password\\": \\"<key>\\", '),
         # Keys.
         ("-----BEGIN PGP PRIVATE KEY BLOCK-----\nab\n-----END PGP PRIVATE KEY BLOCK-----\nx", "<key>\nx"),
