@@ -40,8 +40,8 @@ MESSAGES_API = "messages_api"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-def is_request(body: Mapping[str, Any]) -> bool:
-    """Whether a body has fields that only requests of the Messages API have."""
+def is_request(body: Mapping[str, Any], answered: bool | None = None) -> bool:
+    """Whether a body has fields that only requests of the Messages API have, or was `answered` as they are."""
     tools, choice, messages = body.get("tools"), body.get("tool_choice"), body.get("messages")
     if any(body.get(name) is not None for name in ("system", "stop_sequences", "anthropic_version")):
         return True
@@ -55,7 +55,9 @@ def is_request(body: Mapping[str, Any]) -> bool:
     blocks = [block for _, block in said]
     if any(block.get("type") in _BLOCKS or (block.get("type") == "image" and "source" in block) for block in blocks):
         return True
-    # Chat completions know parts with thoughts too, and in messages of any role.
+    if answered is not None:
+        return answered
+    # Chat completions know parts with thoughts too, and in messages of any role; some servers take `thinking`.
     other = any(body.get(name) is not None for name in _OPENAI_FIELDS)
     other = (
         other or isinstance(choice, str) or any(isinstance(tool.get("function"), Mapping) for tool in _objects(tools))
@@ -64,7 +66,8 @@ def is_request(body: Mapping[str, Any]) -> bool:
         message.get("role") in _OPENAI_ROLES or any(name in message for name in _OPENAI_PARTS)
         for message in _objects(messages)
     )
-    return not other and any(role == "assistant" and block.get("type") in _THOUGHTS for role, block in said)
+    set_up = any(isinstance(body.get(name), Mapping) for name in ("thinking", "output_config"))
+    return not other and (set_up or any(role == "assistant" and block.get("type") in _THOUGHTS for role, block in said))
 
 
 def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict[str, Any], Reason | None]:

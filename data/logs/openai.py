@@ -15,7 +15,15 @@ from typing import Any
 from . import anthropic
 from .chat import Entry, Reason, Timing, body_of, decoded, labels, with_answer
 from .parsing import number, seconds
-from .response import answer_of, failed, response_of, tells_failure, usage_of
+from .response import (
+    answer_of,
+    answers_no_chat,
+    failed,
+    is_of_messages_api,
+    response_of,
+    tells_failure,
+    usage_of,
+)
 
 _REQUESTS = ("request", "request_body", "requestBody", "body")
 _RESPONSES = ("response", "response_body", "responseBody")
@@ -24,6 +32,8 @@ _ENDED = ("ended", "end_time", "endTime")
 _DURATIONS = (("duration", 1.0), ("latency", 1.0), ("duration_ms", 1e-3), ("latency_ms", 1e-3))
 _MESSAGES = "/v1/messages"
 _PATHS = ("url", "path", "endpoint", "uri")
+_HEADERS = ("headers", "request_headers", "requestHeaders")
+_LONGEST_PATH, _MOST_WORDS = 2000, 3  # of a request line: method, path, version
 
 
 def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Iterable[Entry]:
@@ -33,12 +43,13 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     wrapper, response = _response(value)
     timing = _timing(value, response)
     path = _path(next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), ""))
-    # A bare body may have a path of its own among its fields; that of the Messages API tells how it is served.
-    if not envelope and _path(str(next((value[name] for name in _PATHS if value.get(name)), ""))).endswith(_MESSAGES):
-        path = _MESSAGES
+    # The path of the Messages API tells how a body is served, whatever the field is called.
+    path = path or _messages_path(envelope or value)
     reason = _reason((value, wrapper), response, path, body)
     request = body or {}
-    if reason is None and (path.endswith("/messages") or (not path and anthropic.is_request(request))):
+    if reason is None and (
+        path.endswith("/messages") or (not path and anthropic.is_request(request, is_of_messages_api(response)))
+    ):
         request, reason = anthropic.request_of(request, engine)
     if body is None or reason is not None:
         yield Entry(where, labels(value), reason or "answer without its request", timing)
@@ -55,6 +66,19 @@ def _path(text: str) -> str:
     """Path of a URL or of a request line, without its query."""
     words = [word for word in text.split() if "/" in word and not word.startswith("HTTP/")]
     return words[0].partition("?")[0].rstrip("/") if words else ""
+
+
+def _messages_path(around: Mapping[str, Any]) -> str:
+    """Path of the Messages API, or of its counter, that stands beside a body or inside of it, or that its header tells;
+    empty: none."""
+    known = (_MESSAGES, f"{_MESSAGES}/count_tokens")
+    for name, text in around.items():
+        if name in (*_REQUESTS, *_RESPONSES) or not isinstance(text, str) or len(text) > _LONGEST_PATH:
+            continue
+        if len(text.split()) <= _MOST_WORDS and _path(text).endswith(known):
+            return _path(text)
+    headers = next((around[name] for name in _HEADERS if isinstance(around.get(name), Mapping)), {})
+    return _MESSAGES if any(str(name).lower() == "anthropic-version" for name in headers) else ""
 
 
 def _request(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
@@ -94,6 +118,8 @@ def _reason(
         return "health check"
     if body is None:
         return None
+    if answers_no_chat(response):
+        return "no chat request"
     if path.endswith("/completions") and not path.endswith("/chat/completions"):
         return "raw prompt"
     if path and not path.endswith(("/chat/completions", "/messages")):

@@ -73,6 +73,23 @@ def failed(response: Any) -> bool:
     return any(is_error(choice.get("error")) or choice.get("finish_reason") == "error" for choice in first)
 
 
+def is_of_messages_api(response: Any) -> bool | None:
+    """Whether a response, whole or streamed, is one of the Messages API, or else of chat completions; None: neither."""
+    for chunk in response if isinstance(response, list) else [response]:
+        if isinstance(chunk, Mapping) and ("choices" in chunk or chunk.get("type") in ("message", "message_start")):
+            return "choices" not in chunk
+    return None
+
+
+def answers_no_chat(response: Any) -> bool:
+    """Whether a response is one to messages that were only counted, turned into token ids, or embedded."""
+    if not isinstance(response, Mapping) or not response:
+        return False
+    counted = response.keys() <= {"input_tokens", "context_management"}
+    tokenized = "count" in response and isinstance(response.get("tokens"), list)
+    return counted or tokenized or (response.get("object") == "list" and "data" in response)
+
+
 def tells_failure(holder: Mapping[str, Any]) -> bool:
     """Whether an object around a response tells that the request failed, by an error or a status."""
     if holder.get("success") is False or any(is_error(holder[name]) for name in _ERRORS.intersection(holder)):

@@ -150,3 +150,42 @@ def test_a_bare_body_with_a_path_is_of_that_api() -> None:
     assert found.line["messages"][-1] == {"role": "system", "content": "One.Two."}
     [chat] = entries(body, "log:1")
     assert chat.line["messages"][-1]["content"] == blocks
+
+
+ANTHROPIC = {"type": "message", "role": "assistant", "content": [{"type": "text", "text": "Hello"}]}
+SWITCHED_OFF = {"model": "m", "max_tokens": 9, "messages": [USER], "thinking": {"type": "disabled"}}
+
+
+@pytest.mark.parametrize(
+    "line, served_by_messages_api",
+    [
+        ({"request": SWITCHED_OFF}, True),
+        ({"request": {**SWITCHED_OFF, "seed": 1}}, False),
+        ({"request": {**SWITCHED_OFF, "seed": 1}, "response": ANTHROPIC}, True),
+        ({"request": {**SWITCHED_OFF, "seed": 1}, "response": [{"type": "message_start", "message": {}}]}, True),
+        ({"request": SWITCHED_OFF, "response": {"choices": [{"message": {"content": "Hello"}}]}}, False),
+        ({"request": {**SWITCHED_OFF, "seed": 1}, "request_path": "/v1/messages?beta=true"}, True),
+        ({"request": {**SWITCHED_OFF, "seed": 1}, "route": "POST https://gate/v1/messages HTTP/1.1"}, True),
+        ({"request": {**SWITCHED_OFF, "seed": 1}, "note": "not of the path /v1/messages"}, False),
+        ({"request": {"headers": {"Anthropic-Version": "1"}, "body": {**SWITCHED_OFF, "seed": 1}}}, True),
+        ({"request": SWITCHED_OFF, "url": "/v1/chat/completions"}, False),
+    ],
+)
+def test_what_stands_around_a_body_tells_which_api_served_it(
+    line: dict[str, Any], served_by_messages_api: bool
+) -> None:
+    request = next(iter(entries(line, "log:1"))).line["request"]
+    assert (request.get("reasoning_effort") == "none") is served_by_messages_api
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"request": {"messages": [USER]}, "response": {"input_tokens": 9}},
+        {"request": {"messages": [USER]}, "response": {"count": 2, "max_model_len": 9, "tokens": [1, 2]}},
+        {"request": {"messages": [USER]}, "response": {"object": "list", "data": [{"object": "embedding"}]}},
+        {"request": {"messages": [USER]}, "handler": "/v1/messages/count_tokens"},
+    ],
+)
+def test_messages_that_were_counted_or_embedded_are_no_chat_request(line: dict[str, Any]) -> None:
+    assert next(iter(entries(line, "log:1"))).left_out == "no chat request"
