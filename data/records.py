@@ -66,7 +66,8 @@ _MEDIA: dict[Shape, tuple[str, ...]] = {
     "messages": ("images", "videos", "audios"),
     "sharegpt": ("images", "videos", "audios", "image", "video", "audio"),
 }
-"""Fields beside a conversation that hold what its text has marks for (`<image>`), by shape."""
+"""Fields beside a conversation that hold what its text has marks for (`<image>`), by shape; the first also those of a
+message."""
 _SYSTEM = ("system", "system_prompt")
 """Fields beside a plain conversation that hold its system prompt."""
 _SHAREGPT_ROLES: dict[str, str] = {
@@ -79,6 +80,8 @@ _SHAREGPT_ROLES: dict[str, str] = {
     "function_response": "tool",
     **dict(zip(ROLES, ROLES)),
 }
+_OTHER_ROLES = frozenset((*_SHAREGPT_ROLES, "ai", "bot"))
+"""Names in small letters of the usual roles, where they are none of `ROLES` as it is written."""
 DEFAULT_COLUMNS: dict[Shape, str] = {
     "messages": "messages",
     "sharegpt": "conversations",
@@ -91,6 +94,8 @@ _TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text") | {
 }
 """Types of a content's parts that vLLM shows as text, and where it stands in them. SGLang takes the first alone."""
 _SGLANG_THOUGHTS = ("thinking", "reasoning")
+_NO_TEXT = ("type", "id", "name", "uuid")
+"""Fields of a part whose texts are none of the message's."""
 _PART_FIELDS = frozenset(
     (
         *("type", "text", "refusal", "thinking", "closed", "name", "uuid", "data", "prompt_cache_breakpoint"),
@@ -212,6 +217,11 @@ def parse(
         size, prompt_end = prompt_of(_items(lookup, "messages", where), lookup, inner, engine, where)
         messages = messages[:size]
     if timing is None:
+        # A server takes any role; a file of conversations has other names of the usual ones.
+        if shape == "messages" and any(
+            message.role not in ROLES and message.role.lower() in _OTHER_ROLES for message in messages
+        ):
+            raise LeftOut(where, "messages in an unread form")
         labels = (source.domain_field, source.group_field)
         messages = _with_system(messages, {name: line.get(name) for name in _SYSTEM if name not in labels}, where)
 
@@ -320,6 +330,10 @@ def _refuse_media(lookup: Lookup, shape: Shape, where: str) -> None:
         media = decoded(lookup(name))
         if media and isinstance(media, (list, dict, str) if shape == "sharegpt" else (list, dict)):
             raise LeftOut(where, "message part that is not text")
+    messages = decoded(lookup("messages")) if shape == "messages" else None
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict) and any(message.get(name) for name in _MEDIA[shape]):
+            raise LeftOut(where, "message part that is not text")
 
 
 def _engine(source: FileSource | DatasetSource | TargetSource) -> Engine:
@@ -401,7 +415,9 @@ def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str |
             continue
         if engine == "sglang" and kind in _TEXT_PARTS and (kind != "text" or part is not fields or text is None):
             raise LeftOut(where, "request that the engine refuses")
-        if kind in _TEXT_PARTS and text is None:  # engines pass over it
+        if kind in _TEXT_PARTS and text is None:  # engines pass over it; a log may have its text under another name
+            if any(isinstance(value, str) and value for name, value in fields.items() if name not in _NO_TEXT):
+                raise LeftOut(where, "messages in an unread form")
             continue
         if not isinstance(text, str):
             raise LeftOut(where, "message part that is not text")

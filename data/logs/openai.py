@@ -77,7 +77,7 @@ def _messages_path(around: Mapping[str, Any]) -> str:
             continue
         if len(text.split()) <= _MOST_WORDS and _path(text).endswith(known):
             return _path(text)
-    headers = next((around[name] for name in _HEADERS if isinstance(around.get(name), Mapping)), {})
+    headers: Mapping[str, Any] = next((around[name] for name in _HEADERS if isinstance(around.get(name), Mapping)), {})
     return _MESSAGES if any(str(name).lower() == "anthropic-version" for name in headers) else ""
 
 

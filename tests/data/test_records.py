@@ -247,6 +247,15 @@ TALK = [{"from": "human", "value": "<image>What?"}]
         ("messages", {"messages": [{"role": "user", "parts": [{"text": "Hi"}]}]}, "messages in an unread form"),
         ("messages", {"messages": [{"role": "user", "content": None, "text": "Hi"}]}, "messages in an unread form"),
         ("messages", {"messages": [USER | {"task": "title"}]}, "messages in an unread form"),
+        ("messages", {"messages": [USER | {"images": ["aGk="]}]}, "message part that is not text"),
+        *(
+            ("messages", {"messages": [USER | {"content": [part]}]}, "messages in an unread form")
+            for part in ({"type": "text", "content": "Hi"}, {"type": "input_text", "input_text": "Hi"})
+        ),
+        *(
+            ("messages", {"messages": [USER, {"role": role, "content": "Hm"}]}, "messages in an unread form")
+            for role in ("ai", "Assistant", "model", "bot")
+        ),
         ("messages", {"messages": [BILLED, USER]}, "messages in an unread form"),
         ("messages", {"messages": [USER], "reasoning_effort": {"summary": "x"}}, "reasoning effort in an unread form"),
         ("messages", {"messages": [USER], "reasoning_effort": 3}, "reasoning effort in an unread form"),
