@@ -15,6 +15,7 @@ from .parsing import number, seconds
 from .response import answer_of
 
 _GENERATION = "GENERATION"
+_CUT, _MEDIA = "<truncated due to size exceeding limit", "@@@langfuseMedia:"
 _ANSWER_FIELDS = {"role", "content", "tool_calls"}
 _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
@@ -59,6 +60,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         line.setdefault("group", thread)
 
     # 4) The messages and the answer, where they are text.
+    if reason is None and (mark := _replaced(request["messages"])):
+        reason = "text cut by the log" if mark == _CUT else "message part that is not text"
     if reason is None:
         line |= {"request": request, "messages": with_answer(request["messages"], _answer(value.get("output")))}
     yield Entry(where, line, reason, _timing(value))
@@ -79,6 +82,8 @@ def _refusal(value: Mapping[str, Any], given: Any, request: Mapping[str, Any]) -
         return "failed request"
     if given in (None, "", [], {}):
         return "no text logged"
+    if isinstance(given, str) and given.startswith(_CUT):
+        return "text cut by the log"
     if isinstance(given, str):
         return "messages in an unread form" if given.lstrip()[:1] in ("[", "{") else "raw prompt"
     if isinstance(given, dict) and given.get("prompt") and "messages" not in given:
@@ -86,6 +91,14 @@ def _refusal(value: Mapping[str, Any], given: Any, request: Mapping[str, Any]) -
     if not request.get("tools") and decoded(_either(value, "tool_definitions")) not in (None, "", {}, []):
         return "tools without their definitions"
     return None
+
+
+def _replaced(value: Any) -> str | None:
+    """The mark that a client library of Langfuse wrote in place of a text, or inside it in place of a file; None."""
+    if isinstance(value, str):
+        return _CUT if value.startswith(_CUT) else _MEDIA if _MEDIA in value else None
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_replaced, inner)), None)
 
 
 def _is_error(output: Any) -> bool:

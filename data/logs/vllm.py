@@ -24,6 +24,7 @@ _LINE = re.compile(
     r"(Received request|Request|Generated response|Finished request) (\S+?)"
     r"(?: (details|failed|aborted|\(streaming \w+\)(?: details)?))?(?:: |\.$|(?<=failed) )"
 )
+_QUOTES = frozenset("{'\"")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?")
 _MONTH_DAY = re.compile(r"(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
@@ -62,13 +63,17 @@ class _Request:
         timing = Timing(self.started, self.ended, self.server, prompt_ids, counts[0] if counts else None)
 
         # 2) The conversation needs a prompt that can be taken apart; times count without one too.
-        rendered = self.left_out or _rendered(shown)
+        rendered = self.left_out or ("text cut by the log" if self._is_cut() else _rendered(shown))
         if not isinstance(rendered, Rendered):
             return Entry(self.where, {}, rendered, timing, dated=self.dated)
         answer = literal(answers[-1].get("output")) if answers else None
         text = None if isinstance(answer, str) and _NO_TEXT.fullmatch(answer) else answer
         line = line_of(rendered, text, _settings(shown))
         return Entry(self.where, line, None, timing, dated=self.dated, pieces=rendered.pieces)
+
+    def _is_cut(self) -> bool:
+        """Whether a line that shows it does not end as vLLM ends all of these: an adapter may have stood behind."""
+        return any(not line.rstrip().endswith(".") for line in self.received)
 
     def shown(self) -> dict[str, str]:
         """What its lines show of it by name; of the parts that tell nothing the earlier ones stay."""
@@ -101,6 +106,8 @@ class VllmReader:
         where = line.where
         text, stamp = _message(line)
         found = _LINE.search(text)
+        # Inside of a text that another line quotes, such as a request's body, these are a client's words.
+        found = None if found is None or _QUOTES.intersection(text[: found.start()]) else found
         kind, name, form = found.groups() if found else (None, "", None)
         if found is None or (kind == "Request" and form not in ("details", "failed", "aborted")):
             yield Entry(where, left_out="other log line")

@@ -239,6 +239,19 @@ def test_vllm_settings_of_the_request_are_handed_on(tmp_path: Path) -> None:
     assert request["messages"] == entry.line["messages"] == [{"role": "user", "content": "a"}]
 
 
+def test_vllm_lines_in_the_words_of_a_client_are_none(tmp_path: Path) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": received("c-1")}]})
+    read = read_log(write_lines(tmp_path / "v.log", received("c-0"), f"DEBUG Request c-2 JSON body: {body}"), "vllm")
+    assert len(read.talks) == 1 and read.counts.left_out == {"other log line": 1}
+
+
+def test_vllm_lines_that_were_cut_give_no_request(tmp_path: Path) -> None:
+    whole = received("c-1").replace("x: None.", "lora_request: LoRARequest(lora_name='x').")
+    for end in range(whole.index("params:"), len(whole)):
+        counts = read_log(write_lines(tmp_path / "v.log", received("c-0"), whole[:end]), "vllm").counts
+        assert counts.taken == 1 and counts.left_out == {"text cut by the log": 1}
+
+
 @pytest.mark.parametrize(
     "old, new", [("v.log.1", "v.log"), ("v.log-20261231", "v.log-20270101"), ("v.log.2.gz", "v.log.1")]
 )

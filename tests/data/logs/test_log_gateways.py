@@ -389,6 +389,12 @@ def test_langfuse_calls_in_langchains_form(tmp_path: Path) -> None:
         ({"input": [*ASK, {"role": "tool", "content": {"name": "x", "degrees": 5}}]}, "messages in an unread form"),
         ({"input": [*ASK, {"role": "tool", "content": FUNCTION, "tool_call_id": "c"}]}, "messages in an unread form"),
         ({"input": ""}, "no text logged"),
+        ({"input": "<truncated due to size exceeding limit>"}, "text cut by the log"),
+        (
+            {"input": [*ASK, {"role": "tool", "content": "<truncated due to size exceeding limit>"}]},
+            "text cut by the log",
+        ),
+        ({"input": [{"role": "user", "content": "See @@@langfuseMedia:id=1@@@"}]}, "message part that is not text"),
         ({"input": ASK, "level": "error"}, "failed request"),
         ({"input": ASK, "output": {"error": {"message": "no"}}}, "failed request"),
         ({"input": ASK, "output": json.dumps({"object": "error", "message": "no"})}, "failed request"),
