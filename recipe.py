@@ -275,6 +275,7 @@ def _parse_yaml(text: str, where: str) -> Any:
 
 
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")
+_NUMBERS, _LONGEST_NUMBER = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"), 300
 
 
 def _check_nodes(root: yaml.Node, where: str) -> None:
@@ -295,6 +296,11 @@ def _check_nodes(root: yaml.Node, where: str) -> None:
         if isinstance(node, yaml.ScalarNode) and _NO_TEXT.search(node.value):
             line = node.start_mark.line + 1
             raise RecipeError(f"{where}: line {line}: {node.value[:80]!a}: holds a NUL or half of a character")
+        if isinstance(node, yaml.ScalarNode) and node.tag in _NUMBERS and len(node.value) > _LONGEST_NUMBER:
+            line = node.start_mark.line + 1
+            raise RecipeError(
+                f"{where}: line {line}: {node.value[:80]}…: is a number of more than {_LONGEST_NUMBER} signs"
+            )
         inner = node.value if isinstance(node, yaml.SequenceNode | yaml.MappingNode) else ()
         pairs = inner if isinstance(node, yaml.MappingNode) else ((one,) for one in inner)
         sizes[id(node)] = 1 + sum(size(one) for pair in pairs for one in pair)

@@ -3,21 +3,25 @@
 
 A template comes with a model or an adapter, so from strangers. The sandbox keeps it from reaching anything; here it is
 kept from looping for hours and from making texts of gigabytes. What it does is counted in *steps*, never timed, so the
-same template with the same messages is refused everywhere or nowhere: a round of a loop or a call of a macro is 32, a
-character or an item of what an operation reads or makes is one. What would multiply (`'a' * 10**9`, a width, a list
-that holds itself twice, over and over) is counted before it is done.
+same template with the same messages is refused everywhere or nowhere: a round of a loop or a call of a macro is 32 and
+one for each expression in it, a character or an item of what an operation reads or makes is one. What would multiply
+(`'a' * 10**9`, a width, a list that holds itself twice, over and over) is counted before it is done. Methods that are
+not counted may not be called.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sized, ValuesView
 from contextvars import ContextVar
 from functools import wraps
+from string import Formatter
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from jinja2 import Template, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 from ..specdec.target_settings import TemplateLimits
@@ -26,26 +30,49 @@ LIMITS: ContextVar[TemplateLimits] = ContextVar("template limits", default=Templ
 """Limits of what is being rendered: templates are compiled once, for all."""
 _ROUND = 32
 _MOST_BITS = 1 << 12
-_BUILTIN = (str, bytes, list, dict, tuple, int, float)
+_MOST_ODD_KEYS = 64  # of a dict that is written out; others than texts can be made to collide
+_STRFTIME_GROWTH = 256  # characters that Python lets the C library make of each of a format
+_BUILTIN = (str, list, dict, tuple, int, float)
+_METHODS = frozenset(
+    (
+        *("capitalize", "casefold", "center", "endswith", "expandtabs", "find", "format", "format_map", "join"),
+        *("isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric"),
+        *("isprintable", "isspace", "istitle", "isupper", "ljust", "lower", "lstrip", "partition", "removeprefix"),
+        *("removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip", "split"),
+        *("splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill", "count", "index"),
+        *("get", "items", "keys", "values", "copy", "bit_length", "is_integer"),
+    )
+)
+"""Methods of texts, lists, dicts and numbers that may be called: those whose time and result are counted below."""
 _LEFT_OUT = ("pprint", "random", "striptags", "urlize", "xmlattr")
 """Filters whose time or result has no bound in the size of their input, or no fixed one."""
 _MULTIPLYING = frozenset(
     (
-        *("center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap"),
-        *("batch", "slice", "round", "tojson", "sum"),
+        *(".center", ".ljust", ".rjust", ".zfill", ".expandtabs"),
+        *("center", "indent", "wordwrap", "batch", "slice", "round", "tojson"),
     )
 )
-"""Filters and methods whose result grows with the numbers and texts that they are given."""
-_SHALLOW = frozenset(
+"""Filters and methods (these with a full stop) whose result grows with the numbers and texts that they are given."""
+_BACKWARDS = frozenset((".rfind", ".rindex", ".rsplit", ".rpartition", ".strip", ".lstrip", ".rstrip", "trim"))
+"""Filters and methods that may compare all that they are given at each character."""
+_OVER_ITEMS = frozenset(("join", "list", "sum", "sort", "unique", "groupby", "batch", "slice", "max", "min"))
+_BY_ATTRIBUTE = frozenset(("sort", "groupby", "unique", "sum", "max", "min"))
+_CONSTANT = frozenset(
     (
-        *("length", "count", "first", "last", "default", "d", "safe", "list", "reverse", "attr"),
-        *("map", "select", "selectattr", "reject", "rejectattr", "get", "items", "keys", "values", "copy"),
-        *("defined", "undefined", "none", "string", "mapping", "iterable", "sequence", "number", "integer"),
-        *("float", "boolean", "callable", "sameas", "true", "false", "odd", "even", "divisibleby", "test", "filter"),
+        *("length", "count", "first", "last", "default", "d", "attr", "float"),
+        *("map", "select", "selectattr", "reject", "rejectattr"),
+        *(".get", ".items", ".keys", ".values", ".bit_length", ".is_integer"),
+        *("is defined", "is undefined", "is none", "is string", "is mapping", "is iterable", "is sequence"),
+        *("is number", "is integer", "is float", "is boolean", "is callable", "is sameas", "is true", "is false"),
+        *("is odd", "is even", "is divisibleby", "is test", "is filter"),
     )
 )
-"""Filters, tests and methods that do not look into the items of a value."""
-_SPECS = re.compile(r"%[^a-zA-Z%]*[a-zA-Z]|\{[^}]*\}")
+"""Filters, methods and tests that read nothing of a value; what some yield is counted as it is taken."""
+_SHALLOW = frozenset(("list", "reverse", "items", ".copy"))
+"""Filters and methods that do not look into the items of a value."""
+_ROWS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+_PERCENT = re.compile(r"%[^a-zA-Z%]*\*")
+_WIDTH = re.compile(r"\d+(?:\.\d*)?[hlL]?[diouxXeEfFgGcrsa]")
 
 
 class _BoundedTemplate(Template):
@@ -61,7 +88,8 @@ class _BoundedTemplate(Template):
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with counted steps. Raises SecurityError, a TemplateError, where a template takes too many."""
 
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
+    intercepted_unops = frozenset(("+", "-"))
     template_class = _BoundedTemplate
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -69,12 +97,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.begin(())
         # Filters and tests are wrapped as they are set, those that a library sets later too.
         self.filters = _Wrapped(self, self.filters)
-        self.tests = _Wrapped(self, self.tests)
+        self.tests = _Wrapped(self, self.tests, "is ")
         for name in _LEFT_OUT:
             del self.filters[name]
         del self.globals["lipsum"]
-        own = {"_tick": self._tick, "_joined": self._joined, "_sliced": self._sliced}
-        dict.update(self.filters, own | {"_read": self._read, "_entered": self._entered})
+        # Names with a space, which no template can write.
+        own = {" tick": self._tick, " joined": self._joined, " sliced": self._sliced}
+        dict.update(self.filters, own | {" read": self._read, " entered": self._entered})
 
     def begin(self, given: Any) -> None:
         """Begin a rendering of what is given."""
@@ -87,10 +116,17 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         counted.set_environment(self)
         return super()._generate(counted, *args, **kwargs)
 
+    def call_unop(self, context: Any, operator: str, arg: Any) -> Any:
+        """Refuse to compute with a huge number."""
+        _check_number(arg)
+        return super().call_unop(context, operator, arg)
+
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """Count what an operation makes before it is done."""
+        _check_number(left)
+        _check_number(right)
         if operator == "%" and isinstance(left, str):
-            self._format(left, right)
+            self._percent(left, right)
         elif isinstance(left, int) and isinstance(right, int) and operator in ("*", "**"):
             bits = left.bit_length() * (abs(right) if operator == "**" else 1)
             if bits + (right.bit_length() if operator == "*" else 0) > _MOST_BITS:
@@ -104,13 +140,25 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
         """Count what a call reads and makes."""
+        args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
+        # 1) Macros count themselves; what transformers and Jinja provide is read whole.
         owner = getattr(called, "__self__", None)
-        if not isinstance(owner, _BUILTIN):
-            self._spend(1 if isinstance(called, Macro) else 1 + self._size((args, kwargs)))
-            return super().call(context, called, *args, **kwargs)
-        self._before(called.__name__, owner, args, kwargs)
+        if not isinstance(called, BuiltinFunctionType) and not isinstance(owner, _BUILTIN):
+            size = 1 if isinstance(called, Macro) else _ROUND + self._size((args, kwargs))
+            if isinstance(called, type) and issubclass(called, dict) and args:
+                size += len(args[0]) ** 2 // _MOST_ODD_KEYS if isinstance(args[0], list | tuple) else 0
+            elif isinstance(called, FunctionType) and called.__name__ == "strftime_now":
+                size *= _STRFTIME_GROWTH
+            self._spend(size)
+            found = super().call(context, called, *args, **kwargs)
+            return self._read(found) if isinstance(found, str) else found
+        # 2) Methods.
+        name = called.__name__
+        if not isinstance(owner, _BUILTIN) or name not in _METHODS:
+            raise SecurityError(f"calls {name}")
+        self._before(f".{name}", owner, args, kwargs)
         found = super().call(context, called, *args, **kwargs)
-        return found if called.__name__ in _SHALLOW else self._read(found)
+        return found if f".{name}" in _CONSTANT | _SHALLOW else self._read(found)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """`format` of a text, which the sandbox makes safe, counted."""
@@ -120,53 +168,86 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         @wraps(safe)
         def counted(*args: Any, **kwargs: Any) -> str:
-            self._before(value.__name__, value.__self__, args, kwargs)
+            self._before(f".{value.__name__}", value.__self__, args, kwargs)
             return safe(*args, **kwargs)
 
         return counted
 
     def wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter or test that counts what it reads and makes."""
+        """A filter, or a test (`is NAME`), that counts what it reads and makes."""
         hidden = int(hasattr(function, "jinja_pass_arg"))  # a context, before the value
 
         @wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if len(args) > hidden:
-                self._before(name, args[hidden], args[hidden + 1 :], kwargs)
-            found = function(*args, **kwargs)
-            return found if name in _SHALLOW else self._read(found)
+            passed, args = args[:hidden], args[hidden:]
+            if name in _OVER_ITEMS and args and isinstance(args[0], Iterator):
+                args = (list(args[0]), *args[1:])
+            if args:
+                self._before(name, args[0], args[1:], kwargs)
+            found = function(*passed, *args, **kwargs)
+            if isinstance(found, Iterator):
+                return self._counted(found, self._size((args[1:], kwargs)))
+            return found if name in _CONSTANT or name in _SHALLOW else self._read(found)
 
         return counted
 
+    def _counted(self, items: Iterator[Any], each: int) -> Iterator[Any]:
+        """Count items as they are taken."""
+        for item in items:
+            self._spend(each)
+            yield item
+
     def _before(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count what a method, filter or test reads, and what it may make of it."""
+        # 1) What does not look into the value.
         given = (*args, *kwargs.values())
-        if name in _SHALLOW:
-            self._spend(1 + (len(value) // 4 if isinstance(value, list | tuple | dict) else 1))
+        text = isinstance(value, str)
+        if name in _CONSTANT:
+            self._spend(1)
             return
-        size = self._size(value)
-        self._spend(1 + size + self._size(given))
+        if name in _SHALLOW or (text and name in ("string", "safe")):
+            self._spend(1 + (len(value) // 4 if isinstance(value, Sized) else 1))
+            return
+        # 2) What reads all of it, once or more often.
+        size, more = self._size(value), self._size(given)
+        self._spend(1 + size + more)
+        items = len(value) if isinstance(value, Sized) else 1
         if name in _MULTIPLYING:
             if name == "round" and any(isinstance(one, int) and abs(one) > 300 for one in given):
                 raise SecurityError("rounds to more than 300 digits")
-            self._spend(size * sum(abs(one) if isinstance(one, int) else self._size(one) for one in given))
-        elif name == "join":
-            separators = given if not isinstance(value, str) else (value,)
-            items = value if not isinstance(value, str) else next(iter(given), ())
-            self._spend((len(items) if isinstance(items, Sized) else size) * self._size(separators))
-        elif name == "replace" and len(given) > 1 and isinstance(given[0], str):
-            self._spend(str(value).count(given[0]) * self._size(given[1]))
-        elif name in ("format", "format_map") and isinstance(value, str):
-            self._format(value, given)
-        elif name in ("translate", "maketrans"):
-            raise SecurityError(f"calls {name}")
+            times = sum(abs(one) if isinstance(one, int) else self._size(one) for one in given)
+            lines = size // 1024 if name == "wordwrap" else self._depth(value) if name == "tojson" and times else 1
+            self._spend(size * max(times * max(lines, 1), lines))
+        elif name in _BACKWARDS:
+            self._spend(size * more // 16)
+        elif name in ("join", ".join"):
+            joined, separators = (value, given) if name == "join" else (next(iter(given), ()), (value,))
+            self._spend((len(joined) if isinstance(joined, Sized) else size) * self._size(separators))
+        elif name in ("replace", ".replace"):
+            self._spend(max((str(value).count(str(one)) for one in given), default=0) * more)
+        elif name in (".format", ".format_map") and text:
+            self._braces(value, given)
+        elif name == "format":
+            self._percent(str(value), given)
+        # 3) What looks up an attribute of each item, or compares and copies each with all others.
+        if name in _BY_ATTRIBUTE:
+            self._spend(items * more)
+            if name == "unique" or any(isinstance(one, list | tuple) for one in given):
+                self._spend(items**2 // _MOST_ODD_KEYS + items * more)
 
-    def _format(self, text: str, values: Any) -> None:
-        """Count what a format makes: each field may show all values, at the widths that it names."""
-        specs = _SPECS.findall(text)
-        if any("*" in spec or "{" in spec[1:] for spec in specs):
+    def _percent(self, text: str, values: Any) -> None:
+        """Count what `text % values` makes: each field may show all values, at the widths that it names."""
+        if _PERCENT.search(text):
             raise SecurityError("formats to a width that is computed")
-        widths = (int(number[:9]) for spec in specs for number in re.findall(r"\d+", spec))
+        widths = (int(number[:9]) for found in _WIDTH.findall(text) for number in re.findall(r"\d+", found))
+        self._spend(len(text) + sum(widths) + text.count("%") * self._size(values))
+
+    def _braces(self, text: str, values: Any) -> None:
+        """Count what `text.format(values)` makes."""
+        specs = [spec for _, field, spec, _ in Formatter().parse(text) if field is not None]
+        if any("{" in (spec or "") for spec in specs):
+            raise SecurityError("formats to a width that is computed")
+        widths = (int(number[:9]) for spec in specs for number in re.findall(r"\d+", spec or ""))
         self._spend(len(text) + sum(widths) + len(specs) * self._size(values))
 
     def _size(self, value: Any) -> int:
@@ -175,13 +256,25 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         while pending and size <= self._left:
             one = pending.pop()
             size += 1
-            if isinstance(one, str | bytes):
+            if isinstance(one, str | range):
                 size += len(one)
+            elif isinstance(one, int):
+                size += one.bit_length() // 32
             elif isinstance(one, dict):
                 pending += (*one, *one.values())
-            elif isinstance(one, list | tuple | set | frozenset):
+            elif isinstance(one, _ROWS):
                 pending += one
+            elif isinstance(one, Namespace):
+                pending.append(object.__getattribute__(one, "_Namespace__attrs"))
         return size
+
+    def _depth(self, value: Any) -> int:
+        """Levels of lists and dicts in a value whose size is within the steps."""
+        level, depth = [value], 0
+        while level := [one for one in level if isinstance(one, list | tuple | dict)]:
+            level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+            depth += 1
+        return depth
 
     def _spend(self, steps: int) -> None:
         self._left -= steps
@@ -189,12 +282,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError(f"takes more than {self._most:,} steps; target.template_limits allows more")
 
     def _read(self, value: Any) -> Any:
+        _check_number(value)
         self._spend(self._size(value))
         return value
 
     @pass_context
     def _tick(self, context: Any, steps: int) -> str:
-        self._spend(steps)
+        # `map` finds this by its name, too, and would give steps back.
+        self._spend(steps if type(steps) is int and steps > 0 else self._most + 1)
         return ""
 
     def _entered(self, value: Any) -> Any:
@@ -214,45 +309,57 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 class _Wrapped(dict[str, Any]):
     """Filters or tests by name, wrapped when they are set."""
 
-    def __init__(self, environment: BoundedEnvironment, functions: Mapping[str, Any]) -> None:
+    def __init__(self, environment: BoundedEnvironment, functions: Mapping[str, Any], kind: str = "") -> None:
         super().__init__()
-        self._environment = environment
+        self._environment, self._kind = environment, kind
         for name, function in functions.items():
             self[name] = function
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
-        super().__setitem__(name, self._environment.wrapped(name, function))
+        super().__setitem__(name, self._environment.wrapped(self._kind + name, function))
 
 
 class _Counting(NodeTransformer):
     """Puts the counting into a template's tree: into loops and macros, and around what the environment does not see."""
 
     def visit_For(self, node: nodes.For) -> Any:
-        self.generic_visit(node)
-        node.iter = _filter(node.iter, "_entered")
-        return self._tick(node)
+        return self._tick(node, node)
 
     def visit_Macro(self, node: nodes.Macro) -> Any:
-        return self._tick(self.generic_visit(node))
+        return self._tick(node)
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> Any:
-        return self._tick(self.generic_visit(node))
+        return self._tick(node)
+
+    def visit_Block(self, node: nodes.Block) -> Any:
+        return self._tick(node)
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        _check_number(node.value)
+        return node
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        texts = [isinstance(pair.key, nodes.Const) and isinstance(pair.key.value, str) for pair in node.items]
+        if texts.count(False) > _MOST_ODD_KEYS:
+            raise SecurityError(f"has a dict with more than {_MOST_ODD_KEYS} keys that are computed")
+        self.generic_visit(node)
+        return node
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         # Unlike a list, a tuple may be a key, and is then read to its depths.
         self.generic_visit(node)
-        return _filter(node, "_read") if node.ctx == "load" else node
+        return _filter(node, " read") if node.ctx == "load" else node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), "_joined")
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), " joined")
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
             return node
         ends = (node.arg.start, node.arg.stop, node.arg.step)
-        return _filter(node.node, "_sliced", *(end or nodes.Const(None) for end in ends))
+        return _filter(node.node, " sliced", *(end or nodes.Const(None) for end in ends))
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
@@ -262,15 +369,23 @@ class _Counting(NodeTransformer):
         for side in sides:
             searched = isinstance(side, nodes.Operand) and side.op in ("in", "notin")
             if not isinstance(side.expr, nodes.Const) and (searched or not constant):
-                side.expr = _filter(side.expr, "_read")
+                side.expr = _filter(side.expr, " read")
         return node
 
-    def _tick(self, node: Any) -> Any:
-        """A loop or macro whose every round counts, with the text that stands in it."""
-        written: Iterable[nodes.TemplateData] = node.find_all(nodes.TemplateData)
-        steps = nodes.Const(_ROUND + sum(len(text.data) for text in written))
-        node.body.insert(0, nodes.ExprStmt(_filter(steps, "_tick"), lineno=node.lineno))
+    def _tick(self, node: Any, loop: nodes.For | None = None) -> Any:
+        """A loop or macro whose every round counts, with the text and the expressions that stand in it."""
+        written = sum(len(one.data) if isinstance(one, nodes.TemplateData) else 1 for one in node.find_all(nodes.Node))
+        self.generic_visit(node)
+        if loop is not None:
+            loop.iter = _filter(loop.iter, " entered")
+        node.body.insert(0, nodes.ExprStmt(_filter(nodes.Const(_ROUND + written), " tick"), lineno=node.lineno))
         return node
+
+
+def _check_number(value: Any) -> None:
+    """Raise SecurityError for a number that takes long to compute with."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise SecurityError(f"computes with numbers of more than {_MOST_BITS} bits")
 
 
 def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:

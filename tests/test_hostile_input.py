@@ -147,7 +147,21 @@ def test_recipes_with_odd_values(tmp_path_factory: pytest.TempPathFactory, data:
         st.sampled_from(["name", "mix.limit", "mix.sources.0.path", "mix.sources.²", "drafts.small.steps", "x..y"])
     )
     value = data.draw(
-        st.sampled_from(["1", "[", "{", "*a", "&a", "!!x", "9" * 5_000, "2020-13-01", "\0", "!!python/name:os.system"])
+        st.sampled_from(
+            [
+                "1",
+                "[",
+                "{",
+                "*a",
+                "&a",
+                "!!x",
+                "9" * 5_000,
+                "2020-13-01",
+                "\0",
+                "!!python/name:os.system",
+                "0x" + "f" * 4_500,
+            ]
+        )
     )
     try:
         load_recipe(path, [f"{key}={value}"])

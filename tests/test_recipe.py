@@ -398,3 +398,11 @@ def test_text_that_no_file_can_hold_is_refused(tmp_path: Path, value: str) -> No
     path.write_text(f"name: x\ntarget:\n  model: {value}\n")
     with pytest.raises(RecipeError, match=r"recipe\.yaml: line 3: .*: holds a NUL or half of a character"):
         recipe.load_recipe(path)
+
+
+@pytest.mark.parametrize("value", ["0x" + "f" * 4_500, "1" + ":1" * 400, "1" + ":1" * 400 + ".5"])
+def test_numbers_that_nothing_can_write_are_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"name: {value}\n")
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: line 1: .*: is a number of more than 300 signs"):
+        recipe.load_recipe(path)
