@@ -27,6 +27,7 @@ Reason = Literal[
     "messages in an unread form",
     "reasoning effort in an unread form",
     "tools without their definitions",
+    "settings beside the request",
     "logged twice",
     "Messages API of SGLang",
     "chat template of its own",
@@ -43,6 +44,10 @@ Reason = Literal[
     "no turn to answer",
 ]
 """Reasons why a log line gives no conversation. Such lines are counted and are no error."""
+
+
+RESPONSES = ("response", "response_body", "responseBody")
+"""Names under which proxies log a response."""
 
 
 class LeftOut(InputError):  # noqa: N818  no mistake of anyone's
@@ -164,6 +169,41 @@ def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Request body with the fields of `extra_body` in place of its own, as OpenAI's client sends them."""
     extra = request.get("extra_body")
     return {**request, **(extra if isinstance(extra, dict) else {})}
+
+
+def settings_beside(request: Mapping[str, Any], around: Any, depth: int = 3) -> bool:
+    """Whether tools or template arguments stand in an object around a request that names none of its own: nothing
+    tells whether its prompt was made with them."""
+    for name, found in around.items() if isinstance(around, Mapping) else ():
+        if name in _TAKEN:
+            continue
+        value = decoded(found)
+        if not request.get(name) and name in _SHAPING and _SHAPING[name](value):
+            return True
+        if depth and settings_beside(request, value, depth - 1):
+            return True
+    return False
+
+
+def _are_tools(value: Any) -> bool:
+    """Whether a value is a list of definitions of tools; calls of them are none."""
+    return isinstance(value, list) and bool(value) and all(map(_is_tool, value))
+
+
+def _is_tool(value: Any) -> bool:
+    function = value.get("function", value) if isinstance(value, Mapping) else None
+    return (
+        isinstance(function, Mapping) and "name" in function and bool({"parameters", "input_schema"} & function.keys())
+    )
+
+
+_SHAPING: dict[str, Callable[[Any], bool]] = {
+    "tools": _are_tools,
+    "chat_template_kwargs": lambda value: isinstance(value, Mapping) and bool(value),
+}
+"""Fields of a request that shape its prompt, and whether a value is one of theirs."""
+_TAKEN = ("messages", "input", "output", "model_parameters", "modelParameters", *RESPONSES)
+"""What a model read and wrote, and settings that readers take: never searched for others."""
 
 
 def line_of(rendered: Rendered, answer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

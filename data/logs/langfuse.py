@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import InputError
 from . import anthropic
-from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, with_answer
+from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, settings_beside, with_answer
 from .parsing import number, seconds
 from .response import answer_of
 
@@ -62,6 +62,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     # 4) The messages and the answer, where they are text.
     if reason is None and (mark := _replaced(request["messages"])):
         reason = "text cut by the log" if mark == _CUT else "message part that is not text"
+    if reason is None and any(settings_beside(request, around) for around in (value, given)):
+        reason = "settings beside the request"
     if reason is None:
         line |= {"request": request, "messages": with_answer(request["messages"], _answer(value.get("output")))}
     yield Entry(where, line, reason, _timing(value))

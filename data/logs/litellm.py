@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from ...errors import InputError
 from . import anthropic
-from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, with_answer
+from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, settings_beside, with_answer
 from .parsing import seconds
 from .response import answer_of, failed, is_error, response_of, tells_failure
 
@@ -34,6 +34,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     reason = _reason(payload, request, response)
     if reason is None:
         request, reason = _chat_request(payload, request, engine)
+    if reason is None and settings_beside(request, payload):
+        reason = "settings beside the request"
 
     # Labels; a trace is a thread.
     line = labels(payload.get("metadata"), payload)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import anthropic
-from .chat import Entry, Reason, Timing, body_of, decoded, labels, with_answer
+from .chat import RESPONSES, Entry, Reason, Timing, body_of, decoded, labels, settings_beside, with_answer
 from .parsing import number, seconds
 from .response import (
     answer_of,
@@ -26,7 +26,6 @@ from .response import (
 )
 
 _REQUESTS = ("request", "request_body", "requestBody", "body")
-_RESPONSES = ("response", "response_body", "responseBody")
 _STARTED = ("started", "start_time", "startTime", "timestamp", "time")
 _ENDED = ("ended", "end_time", "endTime")
 _DURATIONS = (("duration", 1.0), ("latency", 1.0), ("duration_ms", 1e-3), ("latency_ms", 1e-3))
@@ -51,6 +50,10 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         path.endswith("/messages") or (not path and anthropic.is_request(request, is_of_messages_api(response)))
     ):
         request, reason = anthropic.request_of(request, engine)
+    # Around a bare body all else is its own, but for a request that stands in it.
+    around = {name: item for name, item in envelope.items() if name not in _REQUESTS} if envelope else value
+    if reason is None and settings_beside(request, around):
+        reason = "settings beside the request"
     if body is None or reason is not None:
         yield Entry(where, labels(value), reason or "answer without its request", timing)
         return
@@ -58,7 +61,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     messages = request.get("messages")
     if isinstance(messages, list):
         messages = with_answer(messages, answer_of(response))
-    own = {name: item for name, item in value.items() if name not in (*_REQUESTS, *_RESPONSES)} if envelope else {}
+    own = {name: item for name, item in value.items() if name not in (*_REQUESTS, *RESPONSES)} if envelope else {}
     yield Entry(where, {**labels(own), "request": request, "messages": messages}, timing=timing)
 
 
@@ -73,7 +76,7 @@ def _messages_path(around: Mapping[str, Any]) -> str:
     empty: none."""
     known = (_MESSAGES, f"{_MESSAGES}/count_tokens")
     for name, text in around.items():
-        if name in (*_REQUESTS, *_RESPONSES) or not isinstance(text, str) or len(text) > _LONGEST_PATH:
+        if name in (*_REQUESTS, *RESPONSES) or not isinstance(text, str) or len(text) > _LONGEST_PATH:
             continue
         if len(text.split()) <= _MOST_WORDS and _path(text).endswith(known):
             return _path(text)
@@ -96,14 +99,14 @@ def _request(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any
         body = decoded(inner.get("body", inner))
         return {**value, **inner}, body_of(body) if isinstance(body, dict) else {}
     # A response alone; anything else is taken for a body, and `records` names what it lacks.
-    if any(name in value for name in _RESPONSES) or "choices" in value:
+    if any(name in value for name in RESPONSES) or "choices" in value:
         return value, None
     return {}, body_of(value)
 
 
 def _response(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:
     """Split a logged response into its envelope (empty: none) and what was answered."""
-    inner = next((response_of(value[name]) for name in _RESPONSES if value.get(name) is not None), None)
+    inner = next((response_of(value[name]) for name in RESPONSES if value.get(name) is not None), None)
     return (inner, response_of(inner["body"])) if isinstance(inner, dict) and "body" in inner else ({}, inner)
 
 

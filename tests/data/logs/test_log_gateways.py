@@ -119,6 +119,14 @@ def test_litellm_tools_and_answers_of_the_messages_api(tmp_path: Path) -> None:
             "message part that is not text",
         ),
         ({"call_type": "aresponses"}, "no chat request"),
+        (
+            {"proxy_server_request": json.dumps({"body": {"tools": [{"name": "look", "input_schema": {}}]}})},
+            "settings beside the request",
+        ),
+        (
+            {"messages": "{}", "proxy_server_request": json.dumps({"tools": [{"name": "look", "input_schema": {}}]})},
+            "no text logged",
+        ),
     ],
 )
 def test_litellm_calls_that_are_left_out(tmp_path: Path, fields: dict[str, Any], reason: str | None) -> None:
@@ -389,6 +397,8 @@ def test_langfuse_calls_in_langchains_form(tmp_path: Path) -> None:
         ({"input": [*ASK, {"role": "tool", "content": {"name": "x", "degrees": 5}}]}, "messages in an unread form"),
         ({"input": [*ASK, {"role": "tool", "content": FUNCTION, "tool_call_id": "c"}]}, "messages in an unread form"),
         ({"input": ""}, "no text logged"),
+        ({"input": {"messages": ASK, "options": {"tools": [FUNCTION]}}}, "settings beside the request"),
+        ({"input": ASK, "metadata": {"tools": [FUNCTION]}}, "settings beside the request"),
         ({"input": "<truncated due to size exceeding limit>"}, "text cut by the log"),
         (
             {"input": [*ASK, {"role": "tool", "content": "<truncated due to size exceeding limit>"}]},

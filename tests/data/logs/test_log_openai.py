@@ -178,6 +178,27 @@ def test_what_stands_around_a_body_tells_which_api_served_it(
     assert (request.get("reasoning_effort") == "none") is served_by_messages_api
 
 
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+FLAT: dict[str, Any] = {"name": "look", "input_schema": {}}
+
+
+@pytest.mark.parametrize(
+    "line, told",
+    [
+        ({"request": {"messages": [USER]}, "tools": TOOLS}, True),
+        ({"request": {"messages": [USER]}, "params": {"tools": json.dumps(TOOLS)}}, True),
+        ({"request": {"messages": [USER]}, "metadata": {"sent": {"chat_template_kwargs": {"a": 1}}}}, True),
+        ({"messages": [USER], "request": {"tools": [FLAT]}}, True),
+        ({"messages": [USER], "tools": TOOLS, "metadata": {"tools": TOOLS}}, False),
+        ({"request": {"messages": [USER], "tools": TOOLS}, "params": {"tools": TOOLS}}, False),
+        ({"request": {"messages": [USER]}, "tools": ["look"], "metadata": {"tools": [{"name": "look"}]}}, False),
+        ({"request": {"messages": [USER]}, "response": {"choices": [], "tools": TOOLS}}, False),
+    ],
+)
+def test_settings_that_stand_beside_the_request_leave_it_out(line: dict[str, Any], told: bool) -> None:
+    assert next(iter(entries(line, "log:1"))).left_out == ("settings beside the request" if told else None)
+
+
 @pytest.mark.parametrize(
     "line",
     [
