@@ -19,7 +19,7 @@ from ..data.split import unit
 from ..errors import InputError
 from ..progress import say
 from ..recipe import Recipe
-from ..specdec.targets import load_target_tokenizer, sampling_defaults
+from ..specdec.targets import context_length, load_target_tokenizer, rendered_by_vllm, sampling_defaults
 from .stages import Stages, mix_stage
 from .workspace import Workspace
 
@@ -64,8 +64,10 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
     # 2) What is told of each: the prompt, how it is answered, where it was logged, and what was changed.
     tokenizer = load_target_tokenizer(recipe.target)
     check = PromptCheck(tokenizer, mix)
-    for line in check.lines(sampled=True):
-        say(line)
+    for line in (rendered_by_vllm(recipe.target), *check.lines(sampled=True)):
+        if line is not None:
+            say(line)
+    context = context_length(recipe.target)
     redacted = {row["id"]: json.loads(row["redacted"]) for row in pq.read_table(folder / ORIGINS).to_pylist()}
     log = load_log(folder)
     stands_for: dict[str, dict[str, int]] = {}
@@ -81,14 +83,14 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
             "split": one.split,
             "turn": turn.index,
             **({"asked_at": _iso(asked_at)} if (asked_at := one.time_of(turn.index)) is not None else {}),
-            **_rendered(tokenizer, check, one, turn),
+            **_rendered(tokenizer, check, one, turn, context),
             **_answered(recipe, one, defaults),
             "changed": _changed(one, turn, redacted[one.id], stands_for.get(one.id, {})),
         }
 
 
-def _rendered(tokenizer: Any, check: PromptCheck, one: Conversation, turn: Turn) -> Json:
-    """Text and ids of a prompt, or why the template refuses it. Only the answer's tokens, behind it, are supervised."""
+def _rendered(tokenizer: Any, check: PromptCheck, one: Conversation, turn: Turn, context: int | None) -> Json:
+    """Text and ids of a prompt, or why it is not asked. Only the answer's tokens, behind it, are supervised."""
     answers = [_STAND_IN] * turn.index if turn.waits_for is not None else []
     waits = {"waits_for_answers": turn.index} if turn.waits_for is not None else {}
     try:
@@ -99,6 +101,8 @@ def _rendered(tokenizer: Any, check: PromptCheck, one: Conversation, turn: Turn)
         ids = ids_of_prompt(tokenizer, prompt)
     except InputError as error:
         return {"refused": str(error), **waits}
+    if context is not None and len(ids) >= context:
+        return {"refused": f"the prompt has {len(ids)} tokens, the target's context {context}", **waits}
     return {"text": prompt.whole, "ids": ids, "supervised_from": len(ids), **waits}
 
 

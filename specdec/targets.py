@@ -46,6 +46,13 @@ _TOKENIZER_FILES = (
 """Patterns of the files that decide which ids a text has, and which text a conversation."""
 _FIRST_COVERED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 """What fingerprints of earlier versions covered of them; a target with no others keeps its fingerprint."""
+_RENDERED_BY_VLLM = (
+    *("GptOssForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "DeepseekV4ForConditionalGeneration"),
+    *("DeepseekV41ForCausalLM", "KimiK3ForConditionalGeneration", "InklingForCausalLM"),
+    "InklingForConditionalGeneration",
+)
+"""Architectures of which vLLM (0.32) makes prompts by code of its own."""
+_MISTRAL_TOKENIZERS = ("tekken.json", "tokenizer.model.v*")
 _WEIGHTS, _ADAPTER = "weights", "adapter/"
 _OWN_TEMPLATE = "chat_template.jinja"
 _ADAPTER_FILES = (ADAPTER_FILE, ADAPTER_WEIGHTS)
@@ -364,6 +371,20 @@ def _config_digest(path: Path) -> str | None:
     if not path.is_file():
         return None
     return fingerprint.of_json({key: value for key, value in read_object(path).items() if key not in _CONFIG_NOISE})
+
+
+def rendered_by_vllm(settings: TargetSettings) -> str | None:
+    """A sentence for a target whose prompts vLLM makes by code of its own; None: it takes the chat template."""
+    source = locate(settings)
+    known = {} if source.gguf_file is not None else read_object(source.folder / "config.json")
+    names = known.get("architectures")
+    found = next((name for name in _RENDERED_BY_VLLM if isinstance(names, list) and name in names), None)
+    if found is None and any(_present(source.folder, _MISTRAL_TOKENIZERS)):
+        found = "models with Mistral's own tokenizer"
+    return found and (
+        f"target.model: vLLM makes prompts of {found} by code of its own, and not by the chat template: what its log "
+        "holds may have been asked otherwise, which shows where it has each prompt or the number of its tokens"
+    )
 
 
 def load_target_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:

@@ -193,6 +193,17 @@ def test_what_a_request_left_to_its_server_is_the_models_own(
     assert "from generation_config.json: temperature 0.7 top_k 20" in run(recipe, "--prompts", "200")
 
 
+def test_prompts_as_long_as_the_context_are_not_shown_as_asked(
+    asked: Path, write_recipe: Callable[..., Path], tiny_target_folder: Path
+) -> None:
+    sources = [{"kind": "openai", "path": "log.jsonl"}]
+    recipe = write_recipe(mix={"sources": sources}, target={"model": str(tiny_target_folder), "context": 60})
+    done = CliRunner().invoke(app, ["inspect-mix", str(recipe), "--prompts", "200", "--json"])
+    prompts = [one for one in map(json.loads, done.stdout.splitlines()) if one["kind"] == "prompt"]
+    assert 0 < sum("refused" in one for one in prompts) < len(prompts)
+    assert all("context 60" in one["refused"] if "refused" in one else len(one["ids"]) < 60 for one in prompts)
+
+
 def test_a_few_prompts_of_a_domain_in_words(asked: Path) -> None:
     run(asked, "--prompts", "1")
     told = run(asked, "--prompts", "3", "--domain", "code")

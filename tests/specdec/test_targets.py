@@ -21,6 +21,7 @@ from draftforge.specdec.targets import (
     covered_since,
     fingerprint_of,
     locate,
+    rendered_by_vllm,
     target_files,
     target_fingerprint,
 )
@@ -56,6 +57,18 @@ def test_fingerprint_sees_weights_tokenizer_template_adapter_and_context(
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
     must_be_new(TargetSettings(model=str(folder)))
+
+
+def test_targets_whose_prompts_vllm_makes_by_code_of_its_own_are_told(tiny_target_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_target_folder, folder)
+    settings = TargetSettings(model=str(folder))
+    assert rendered_by_vllm(settings) is None
+    (folder / "tekken.json").write_text("{}")
+    assert "Mistral" in str(rendered_by_vllm(settings))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GptOssForCausalLM"]}))
+    assert "prompts of GptOssForCausalLM" in str(rendered_by_vllm(settings))
 
 
 COUNTS = [
