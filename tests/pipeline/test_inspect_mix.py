@@ -197,11 +197,11 @@ def test_prompts_as_long_as_the_context_are_not_shown_as_asked(
     asked: Path, write_recipe: Callable[..., Path], tiny_target_folder: Path
 ) -> None:
     sources = [{"kind": "openai", "path": "log.jsonl"}]
-    recipe = write_recipe(mix={"sources": sources}, target={"model": str(tiny_target_folder), "context": 60})
+    recipe = write_recipe(mix={"sources": sources}, target={"model": str(tiny_target_folder), "context": 87})
     done = CliRunner().invoke(app, ["inspect-mix", str(recipe), "--prompts", "200", "--json"])
     prompts = [one for one in map(json.loads, done.stdout.splitlines()) if one["kind"] == "prompt"]
     assert 0 < sum("refused" in one for one in prompts) < len(prompts)
-    assert all("context 60" in one["refused"] if "refused" in one else len(one["ids"]) < 60 for one in prompts)
+    assert all("context 87" in one["refused"] if "refused" in one else len(one["ids"]) < 87 for one in prompts)
 
 
 def test_a_few_prompts_of_a_domain_in_words(asked: Path) -> None:
