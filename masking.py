@@ -16,8 +16,8 @@ _SHORTEST_VARIABLE = 8  # shorter values of the environment are words that stand
 _WORKING_FOLDER = "PWD"  # every shell sets it; no password
 # `eos_token` and its like are ids of a tokenizer.
 _NAME = (
-    r"(?![\w-]*?(?:bos|eos|pad|unk|mask|stop)[_-]token\b)(?:\w{1,40}?[_-])?(?:pass(?:word|wd|phrase)|pwd|secret|token"
-    r"|(?:api|access|private|secret|account)[_-]?key|credentials?|signature|sig)(?![\w-])"
+    r"(?![\w-]*?(?:bos|eos|pad|unk|mask|stop)[_-]token\b)(?:[\w-]{1,60}?[_-])?(?:(?:pg)?pass(?:word|wd|phrase)|pwd"
+    r"|secret|token|(?:api|access|private|secret|account)[_-]?key|credentials?|signature|sig)(?![\w-])"
 )
 _STARTS = r"(?<![\w-])"
 # To the end of the quotes that stand before it, or a word.

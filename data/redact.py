@@ -30,7 +30,8 @@ _SHORTEST, _SHORTEST_NUMBER = 3, 7  # such as ::1; numbers of phones
 _ESCAPE = re.compile(
     r"""(?<!\\)\\++(?:u(?P<u>[0-9a-fA-F]{4})|x(?P<x>[0-9a-fA-F]{2})|(?P<one>[nrtbf"'/]))
     | %(?P<percent>[2-7][0-9A-Fa-f]) | &\#(?:(?P<number>\d{2,3})|[xX](?P<hex>[0-9a-fA-F]{2}));
-    | [\u00ad\u200b-\u200f\u2060\ufeff]+           # characters without a width
+    # Characters without a width, and marks on the letter before them.
+    | [\u00ad\u034f\u0300-\u036f\u061c\u180e\u200b-\u200f\u202a-\u202e\u2060-\u2069\u20e3\ufe00-\ufe0f\ufeff]+
     """,
     re.VERBOSE,
 )

@@ -107,14 +107,15 @@ _NEEDED_NAMES = (
     *("bearer", "authorization", "key", "secret", "token"),
     *("passw", "passphrase", "passcode", "pwd", "contraseña", "senha", "密码", "パスワード", "비밀번호"),
 )
-_ONLY_NUMBERS = r"[\d.,_:/-]++[kKmM]?+(?![\w+/=~!@\#$%^&*])"
-_SET = r"""["']?\s*(?:[:=]|\bis\b)\s*["']?"""
+_ONLY_NUMBERS = r"[\d.,_:/-]++[kKmM]?+\*{0,2}+(?![\w+/=~!@\#$%^&*])"
+_MARKS = r"""["'`*\u2018-\u201e]{0,3}+"""  # quotes, and those of Markdown
+_SET = rf"{_MARKS}\s*(?:[:=]|\bis\b)(?:\*\*)?\s*{_MARKS}"
 _KEY_NAMED = _pattern(
     _any_of(
         r"b(?<!\w.)earer\s+",
         r"""a(?<!\w.)uthorization["']?:\s*["']?(?:basic|token|digest|apikey)\s+""",
         *(rf"{word}[ _-]?key{_SET}" for word in _KEY_WORDS),
-        rf"""token(?!["']?\s*+(?:[:=]|\bis\b)\s*+["']?+{_ONLY_NUMBERS}){_SET}""",
+        rf"""token(?!{_MARKS}\s*+(?:[:=]|\bis\b)(?:\*\*)?\s*+{_MARKS}{_ONLY_NUMBERS}){_SET}""",
         *(rf"{word}{_SET}" for word in ("secret", *_PASSWORD_WORDS)),
     )
     + r"""(?P<value>(?=[^\s"'<>()]{0,64}\d)[\w+/=.~!@\#$%^&*-]{6,})"""
@@ -159,7 +160,7 @@ KEY_NAME = re.compile(rf"(?:{_KEYS}|token|credentials?)$", re.IGNORECASE)
 KEY_LIKE = re.compile(r"(?=.{0,64}\d)(?=.{0,64}[A-Za-z])\S{6,}")
 
 # User and password of a URL, then addresses and account numbers.
-_URL_LOGIN = _pattern(r"://(?P<value>[^\s/@<>:]{1,100}:[^\s/@<>]{1,200})@")
+_URL_LOGIN = _pattern(r"://(?P<value>[^\s/@<>:]{0,100}:[^\s/<>]{1,200})@")
 _EMAIL = _pattern(
     r"(?P<value>[\w.+-](?<![\w.+-].)(?<!\w'.)(?:[\w.+-]|(?<=\w)'(?=\w))*+@"
     r"(?!v?\d++(?:\.\d++)++(?!\.?[A-Za-z]))[\w-]++(?:\.[\w-]++)++)"  # no version, as in `lodash@4.17.21`

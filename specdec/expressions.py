@@ -5,10 +5,12 @@ Oniguruma, which gives up at a place after ten million steps; those whose steps 
 repeat inside of a repeat, are refused. Those that try each place of a long text anew are found out by their time.
 """
 
+import base64
 import json
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ _SECONDS, _SECONDS_EACH, _SLICE_SECONDS = 30.0, 1e-4, 0.5
 """Time of tokenizing beside that for each character, a hundred times what it takes; how often it is looked at."""
 _SHORT = 512  # characters
 _MOST_GROWTH = 256
+_GROWTH = {"ByteLevel": 2, "NFKC": 12, "NFKD": 12}
+"""Characters that a part of a tokenizer may make of one; a second such part makes as many of each."""
 # What an expression consists of: escapes and classes are single pieces.
 _PIECES = re.compile(
     r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*+\]|\((?:\?[^:=!<>)]*[:=!>]|\?<[=!]|\?<\w+>)?|\)|[*+?]|\{[\d,]*\}|.",
@@ -55,11 +59,15 @@ def _unbounded(piece: str) -> bool:
     return bounds is not None and bounds[2] == "," and not bounds[3]
 
 
+_MOST_TOKENS = 64  # that a tokenizer puts around a text
+TOKENIZER_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+
+
 def check_tokenizer_file(path: Path, where: str) -> None:
     """`check_tokenizer_expressions` of a tokenizer.json before its library reads it, and with it the tokens that it
     normalizes as it does. Raises InputError too for such tokens that are no short texts."""
     stored = read_object(path)
-    _check_parts([stored.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")], where)
+    _check_parts([stored.get(name) for name in TOKENIZER_PARTS], where)
     added = stored.get("added_tokens")
     for token in added if isinstance(added, list) else ():
         content = token.get("content") if isinstance(token, dict) and token.get("normalized") else None
@@ -71,30 +79,54 @@ def check_tokenizer_expressions(parts: Iterable[Any], where: str) -> None:
     """Raise InputError for a tokenizer with an expression that may take time without bound, or that makes long texts of
     short ones.
 
-    `parts`: its normalizer, pre-tokenizer and decoder, as the tokenizers library has them; None: it has none.
+    `parts`: its normalizer, pre-tokenizer, post-processor and decoder, as the tokenizers library has them; None: it has
+    none.
     """
     _check_parts([json.loads(part.__getstate__()) for part in parts if part is not None], where)
 
 
 def _check_parts(parts: Sequence[Any], where: str) -> None:
     """`check_tokenizer_expressions` of parts as JSON has them."""
-    for part in parts:
-        pending, growth = [part], 1
-        while pending:
-            value = pending.pop()
-            if isinstance(value, Mapping):
-                pending += value.values()
-                expression = value.get("Regex")
-                if isinstance(expression, str) and (len(expression) > _LONGEST or repeats(expression)[1]):
-                    shown = expression if len(expression) <= 60 else f"{expression[:59]}…"
-                    raise InputError(f"{where}: its tokenizer's expression {shown!r} repeats a repeat, or is too long")
-                # Each replacement may stand for every character that an earlier one made.
-                content = value.get("content")
-                growth *= max(1, len(content)) if isinstance(content, str) and "pattern" in value else 1
-                if growth > _MOST_GROWTH:
-                    raise InputError(f"{where}: its tokenizer makes {_MOST_GROWTH} characters or more of one")
-            elif isinstance(value, list):
-                pending += value
+    pending, growth = list(parts), 1
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Mapping):
+            pending += value.values()
+            expression = value.get("Regex")
+            if isinstance(expression, str) and (len(expression) > _LONGEST or repeats(expression)[1]):
+                shown = expression if len(expression) <= 60 else f"{expression[:59]}…"
+                raise InputError(f"{where}: its tokenizer's expression {shown!r} repeats a repeat, or is too long")
+            # Each part may work on every character that an earlier one made.
+            growth *= max(1, _growth(value))
+            if growth > _MOST_GROWTH:
+                raise InputError(f"{where}: its tokenizer makes {_MOST_GROWTH} characters or more of one")
+        elif isinstance(value, list):
+            pending += value
+
+
+def _growth(part: Mapping[str, Any]) -> int:
+    """How many characters, or tokens, a part of a tokenizer may make of one."""
+    # 1) A replacement, or the longest one of a table: a trie, behind its size, then texts that end with a NUL.
+    content, table = part.get("content"), part.get("precompiled_charsmap")
+    if isinstance(content, str) and "pattern" in part:
+        return len(content)
+    if isinstance(table, str):
+        raw = base64.b64decode(table)
+        texts = raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")
+        return max(len(text.decode(errors="replace")) for text in texts)
+    # 2) A template of tokens: how often it puts the text in, or how many tokens of its own.
+    known = part.get("special_tokens")
+    if part.get("type") == "TemplateProcessing" and isinstance(known, Mapping):
+        counts = Counter[str]()
+        for form in ("single", "pair"):
+            for piece in part.get(form) or ():
+                counts[f"{form} text {piece.get('Sequence')}"] += "Sequence" in piece
+                name = (piece.get("SpecialToken") or {}).get("id")
+                counts[f"{form} tokens"] += len((known.get(name) or {}).get("ids") or ()) if name is not None else 0
+        tokens = max(counts["single tokens"], counts["pair tokens"])
+        texts_of = [count for name, count in counts.items() if not name.endswith(" tokens")]
+        return max(*texts_of, tokens if tokens > _MOST_TOKENS else 1, 1)
+    return _GROWTH.get(str(part.get("type")), 1)
 
 
 def check_short(expressions: Iterable[str], where: str) -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..errors import DraftforgeError, FormatError, one_line
 from ..progress import say
-from .expressions import check_tokenizer_expressions, check_tokenizer_file
+from .expressions import TOKENIZER_PARTS, check_tokenizer_expressions, check_tokenizer_file
 from .gguf_header import read_header
 from .model_folder import check_folder, check_size
 
@@ -51,7 +51,7 @@ def load_tokenizer(source: str | Path, where: str, **options: Any) -> PreTrained
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         fast = getattr(tokenizer, "backend_tokenizer", None)
         if fast is not None:
-            check_tokenizer_expressions((fast.normalizer, fast.pre_tokenizer, fast.decoder), where)
+            check_tokenizer_expressions(tuple(getattr(fast, part) for part in TOKENIZER_PARTS), where)
         return tokenizer
 
 

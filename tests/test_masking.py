@@ -24,6 +24,11 @@ from draftforge.masking import masked, masked_value
         ("{'password': 'a b', 'n': 1}", "{'password': '***', 'n': 1}"),
         ("Authorization: Bearer abcdef123", "Authorization: Bearer ***"),
         ("password: hunter2", "password: ***"),
+        ("--db-admin-password=abc PGPASSWORD=abc", "--db-admin-password=*** PGPASSWORD=***"),
+        (
+            "https://h/x?X-Amz-Signature=abc&X-Amz-Security-Token=de",
+            "https://h/x?X-Amz-Signature=***&X-Amz-Security-Token=***",
+        ),
         ("got hf_abcdefghij0123456789 there", "got *** there"),
     ],
 )

@@ -85,6 +85,18 @@ def redacted(text: str) -> tuple[str, dict[str, int]]:
         ("DB_PASSWORD=hunter2", "DB_PASSWORD=<key>"),
         ("from 203.0.113.9; ping 8.8.8.8", "from <ip>; ping <ip>"),
         ("-----BEGIN PGP MESSAGE-----\nab\0cd", "<key>\0cd"),
+        # Marks behind a letter, as macOS writes them, direction marks, and those that make emoji of digits.
+        ("jose\u0301@mail.org, ann@bu\u0308cher.de, e\u0301", "<email>, <email>, e\u0301"),
+        ("\u202aann@mail\u202e.org\u202c", "\u202a<email>\u202c"),
+        ("4\ufe0f\u20e31\ufe0f\u20e311 1111 1111 1111", "<card>"),
+        # Passwords of addresses without a user, or with an @; in Markdown and printed quotes.
+        ("redis://:hunter2@cache:6379/0", "redis://<key>@<host>:6379/0"),
+        ("https://user:p@ss@host/x, amqp://u:p%40x@h", "https://<key>@<host>/x, amqp://<key>@<host>"),
+        (
+            "password: `hunter2`, **Password:** hunter2, `api_key`: `k3y-value`",
+            "password: `<key>`, **Password:** <key>, `api_key`: `<key>`",
+        ),
+        ("password: \u201chunter2\u201d", "password: \u201c<key>\u201d"),
     ],
 )
 def test_found(text: str, expected: str) -> None:
@@ -111,6 +123,7 @@ def test_found(text: str, expected: str) -> None:
         "2.13.0.1, torch 2.13.0.1, torch==2.13.0.1, v2.13.0.1, from 2.13.0.0 to 2.13.0.1",
         "Mozilla/5.0 Chrome/120.0.0.0 Safari/537.36, driver version 535.104.5.120",
         "MyVeryLongClassNameV2ForHttp2Protocol3Handler and test_of_2_names_3_of_which_4_are_long_5()",
+        "token: **128000**, token: `4096`, **token:** 5, `key`: `abc`",
         "token: 128000, token = 128_000, max_token: 4096, token: 128k, tokens: 5",
         '{"token": 128000, "max_tokens": 4096, "next": {"token": "hello"}}',
         "550e8400-e29b-41d4-a716-446655440000 and 12345678-1234-1234-1234-123456789012",

@@ -1,5 +1,6 @@
 """Expressions of tokenizers and adapters: searched in bounded time, or refused in one line."""
 
+import base64
 import json
 import re
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftforge.errors import DraftforgeError, FormatError, InputError
 from draftforge.specdec import expressions
-from draftforge.specdec.expressions import ids_of, matching, repeats
+from draftforge.specdec.expressions import check_tokenizer_file, ids_of, matching, repeats
 from draftforge.specdec.loading import load_tokenizer
 from draftforge.specdec.targets import _merge_adapter
 
@@ -51,6 +52,38 @@ def test_repeated_repeats_are_found(expression: str, tmp_path: Path) -> None:
         load_tokenizer(tmp_path, "here")
 
 
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+
+def charsmap(text: str) -> str:
+    """Table of a SentencePiece normalizer with an empty trie and one text."""
+    return base64.b64encode(bytes(4) + text.encode() + b"\0").decode()
+
+
+def around(single: list[Any]) -> dict[str, Any]:
+    tokens = {"x": {"id": "x", "ids": [1] * 20, "tokens": ["a"] * 20}}
+    pair = [TEXT, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
+
+
+def test_usual_parts_of_tokenizers_are_taken(tmp_path: Path) -> None:
+    byte_level_tokenizer(["aaab"], 262).save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    stored = json.loads(path.read_text())
+    space = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    parts = [
+        {"type": "NFKD"},
+        {"type": "Lowercase"},
+        {"type": "Precompiled", "precompiled_charsmap": charsmap("b" * 18)},
+    ]
+    stored["normalizer"] = {"type": "Sequence", "normalizers": [*parts, space]}
+    stored |= {"pre_tokenizer": None, "decoder": None}
+    stored["post_processor"] = around([{"SpecialToken": {"id": "x", "type_id": 0}}, TEXT])
+    path.write_text(json.dumps(stored))
+    check_tokenizer_file(path, "here")
+
+
 def test_a_tokenizer_that_makes_long_texts_of_short_ones_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     byte_level_tokenizer(["aaab"], 262).save_pretrained(tmp_path)
     path = tmp_path / "tokenizer.json"
@@ -61,6 +94,16 @@ def test_a_tokenizer_that_makes_long_texts_of_short_ones_is_refused_before_it_is
         (
             {"normalizer": {"type": "Sequence", "normalizers": [grow] * 3}},
             "its tokenizer makes 256 characters or more of",
+        ),
+        *(
+            (change, "its tokenizer makes 256 characters or more of")
+            for change in (
+                {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 9}},
+                {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}] * 3}},
+                {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap("b" * 300)}},
+                {"post_processor": around([TEXT] * 300)},
+                {"post_processor": around([{"SpecialToken": {"id": "x", "type_id": 0}}] * 20 + [TEXT])},
+            )
         ),
         (
             {"added_tokens": [*stored["added_tokens"], token | {"content": "a" * 1500}]},
