@@ -16,7 +16,9 @@ _STATUSES = frozenset(
         *("response_code", "response_status_code", "responseStatus", "state", "outcome", "level"),
     )
 )
-_NO_ERRORS = frozenset(("", "0", "-", "none", "null", "nil", "n/a", "false", "ok", "success", "no error", "not failed"))
+_NO_ERRORS = frozenset(
+    ("", "0", "200", "-", "none", "null", "nil", "n/a", "false", "ok", "success", "no error", "not failed")
+)
 """What logs write in the place of an error where there was none."""
 _LEAST_FAILURE, _ABOVE_STATUSES = 400, 1000
 _STATUS_LINE = re.compile(r"\s*(?:HTTP/\S+\s+)?(\d{3})(?!\d)")
@@ -101,7 +103,7 @@ def is_error(value: Any) -> bool:
     """Whether the value of an error's field tells of one; an object does if any of its values does."""
     if isinstance(value, Mapping):
         return any(map(is_error, value.values()))
-    return value.strip().lower() not in _NO_ERRORS if isinstance(value, str) else bool(value)
+    return value.strip().lower() not in _NO_ERRORS if isinstance(value, str) else value not in (0, 200) and bool(value)
 
 
 def _is_failure(status: Any) -> bool:

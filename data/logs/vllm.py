@@ -24,7 +24,6 @@ _LINE = re.compile(
     r"(Received request|Request|Generated response|Finished request) (\S+?)"
     r"(?: (details|failed|aborted|\(streaming \w+\)(?: details)?))?(?:: |\.$|(?<=failed) )"
 )
-_QUOTES = frozenset("{'\"")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?")
 _MONTH_DAY = re.compile(r"(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
@@ -107,7 +106,7 @@ class VllmReader:
         text, stamp = _message(line)
         found = _LINE.search(text)
         # Inside of a text that another line quotes, such as a request's body, these are a client's words.
-        found = None if found is None or _QUOTES.intersection(text[: found.start()]) else found
+        found = None if found is None or _opens(text[: found.start()]) else found
         kind, name, form = found.groups() if found else (None, "", None)
         if found is None or (kind == "Request" and form not in ("details", "failed", "aborted")):
             yield Entry(where, left_out="other log line")
@@ -235,6 +234,11 @@ def _date(year: int, numbers: list[int]) -> datetime | None:
         return None
 
 
+def _opens(before: str) -> bool:
+    """Whether a text opens an object or a string that it does not close."""
+    return before.count("{") > before.count("}") or before.count('"') % 2 == 1 or before.count("'") % 2 == 1
+
+
 def _message(line: LogLine) -> tuple[str, Any]:
     """Text of a log line, and the time beside it: of a field if the line is JSON, else of the container's runtime."""
     if line.text.lstrip().startswith("{"):
@@ -272,11 +276,13 @@ def _settings(shown: dict[str, str]) -> dict[str, Any]:
 
 def _rendered(shown: dict[str, str]) -> Rendered | Reason:
     params = shown.get("params")
+    if params and not params.endswith(")"):
+        return "text cut by the log"
     if params is not None and not params.startswith(("SamplingParams(", "BeamSearchParams(")):
         return "no chat request"
     prompt = literal(shown.get("prompt"))
     if not isinstance(prompt, str):
-        return "no text logged"
+        return "no text logged" if shown.get("prompt") in (None, "None") else "text cut by the log"
     return unrender(prompt) or unread_reason(prompt)
 
 

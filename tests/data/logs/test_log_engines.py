@@ -241,13 +241,15 @@ def test_vllm_settings_of_the_request_are_handed_on(tmp_path: Path) -> None:
 
 def test_vllm_lines_in_the_words_of_a_client_are_none(tmp_path: Path) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": received("c-1")}]})
-    read = read_log(write_lines(tmp_path / "v.log", received("c-0"), f"DEBUG Request c-2 JSON body: {body}"), "vllm")
+    first = '{pod="v-0"} ' + received("c-0")  # as Loki's client writes it
+    read = read_log(write_lines(tmp_path / "v.log", first, f"DEBUG Request c-2 JSON body: {body}"), "vllm")
     assert len(read.talks) == 1 and read.counts.left_out == {"other log line": 1}
 
 
 def test_vllm_lines_that_were_cut_give_no_request(tmp_path: Path) -> None:
-    whole = received("c-1").replace("x: None.", "lora_request: LoRARequest(lora_name='x').")
-    for end in range(whole.index("params:"), len(whole)):
+    whole = received("c-1", prompt=CHATML.replace("Hi", "Hi. You.")).replace("n=1", "temperature=0.7")
+    whole = whole.replace("x: None.", "lora_request: LoRARequest(lora_name='x').")
+    for end in range(whole.index("You"), len(whole)):
         counts = read_log(write_lines(tmp_path / "v.log", received("c-0"), whole[:end]), "vllm").counts
         assert counts.taken == 1 and counts.left_out == {"text cut by the log": 1}
 

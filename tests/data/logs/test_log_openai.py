@@ -85,7 +85,7 @@ def test_answers_that_hold_nothing_are_not_kept(tmp_path: Path) -> None:
         ({"error": "timeout"}, False),
         ({"status": 200, "error": None}, True),
         ({"status": "ok"}, True),
-        ({"error_code": "0", "error": "-", "exception": "None", "state": "not failed"}, True),
+        ({"error_code": 200, "error": "-", "exception": "None", "state": "not failed"}, True),
         ({"error": {"code": 0, "message": ""}}, True),
         ({"error": {"code": 0, "message": "timeout"}}, False),
     ],
