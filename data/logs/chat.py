@@ -166,9 +166,12 @@ def _printed(text: str) -> Any:
 
 
 def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Request body with the fields of `extra_body` in place of its own, as OpenAI's client sends them."""
+    """Request body with the fields of `extra_body` in place of its own, as OpenAI's client sends them; an `extra_body`
+    among these is a field that no server knows."""
     extra = request.get("extra_body")
-    return {**request, **(extra if isinstance(extra, dict) else {})}
+    if not isinstance(extra, dict):
+        return {**request}
+    return {name: value for name, value in {**request, **extra}.items() if name != "extra_body"}
 
 
 def settings_beside(request: Mapping[str, Any], around: Any, depth: int = 3) -> bool:

@@ -189,6 +189,7 @@ FLAT: dict[str, Any] = {"name": "look", "input_schema": {}}
         ({"request": {"messages": [USER]}, "params": {"tools": json.dumps(TOOLS)}}, True),
         ({"request": {"messages": [USER]}, "metadata": {"sent": {"chat_template_kwargs": {"a": 1}}}}, True),
         ({"messages": [USER], "request": {"tools": [FLAT]}}, True),
+        ({"request": {"messages": [USER], "extra_body": {"tools": TOOLS}}, "params": {"tools": TOOLS}}, False),
         ({"messages": [USER], "tools": TOOLS, "metadata": {"tools": TOOLS}}, False),
         ({"request": {"messages": [USER], "tools": TOOLS}, "params": {"tools": TOOLS}}, False),
         ({"request": {"messages": [USER]}, "tools": ["look"], "metadata": {"tools": [{"name": "look"}]}}, False),
@@ -210,3 +211,10 @@ def test_settings_that_stand_beside_the_request_leave_it_out(line: dict[str, Any
 )
 def test_messages_that_were_counted_or_embedded_are_no_chat_request(line: dict[str, Any]) -> None:
     assert next(iter(entries(line, "log:1"))).left_out == "no chat request"
+
+
+def test_an_extra_body_inside_of_another_is_none(tmp_path: Path) -> None:
+    extra = {"top_k": 5, "extra_body": {"tools": TOOLS}}
+    line = json.dumps({"request": {"messages": [USER], "extra_body": extra}})
+    (record,) = read_log(write_lines(tmp_path / "log.jsonl", line), "openai").records
+    assert record.tools is None and record.sampling == SamplingSettings(temperature=1, top_k=5)
