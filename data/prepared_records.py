@@ -93,7 +93,14 @@ class Preparer:
 
     def _outcomes(self, index: int, units: Iterable[Unit]) -> Iterable[Outcome[Record]]:
         source = self._settings.sources[index]
-        return (outcome for unit in units for outcome in outcomes_of(source, index, unit))
+        return (self._shown(outcome) for unit in units for outcome in outcomes_of(source, index, unit))
+
+    def _shown(self, outcome: Outcome[Record]) -> Outcome[Record]:
+        """The outcome; a broken rule, which is stored and said, redacted behind its place: it quotes the line."""
+        if outcome.broken is None:
+            return outcome
+        place = outcome.where if outcome.broken.startswith(outcome.where) else ""
+        return outcome._replace(broken=place + self._redactor.text(outcome.broken.removeprefix(place)))
 
 
 def redacted(record: Record, redactor: Redactor) -> Record:

@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
 from .chat_template import arguments_of_sglang
 from .conversation import Engine, PromptEnd
-from .logs.anthropic import MESSAGES_API
+from .logs.anthropic import MESSAGES_API, MessagesForm
 from .logs.chat import MOST_TOKENS, LeftOut, Reason, decoded
 from .logs.parsing import number
 from .settings import RESERVED_ARGS
@@ -162,8 +162,8 @@ def template_args(lookup: Lookup, engine: Engine, where: str, reserved: Collecti
     if effort is not None:
         found.setdefault("enable_thinking", effort != "none")
         found["reasoning_effort"] = effort
-    if isinstance(lookup(MESSAGES_API), dict):
-        found[MESSAGES_API] = lookup(MESSAGES_API)
+    if isinstance(form := lookup(MESSAGES_API), MessagesForm):
+        found[MESSAGES_API] = dict(form)
     return {name: value for name, value in found.items() if value not in _UNSET}
 
 

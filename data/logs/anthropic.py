@@ -37,6 +37,12 @@ BILLING_HEADER = "x-anthropic-billing-header"
 """Begins a line of Claude Code's, another one in each request, which vLLM leaves out of the system's texts."""
 MESSAGES_API = "messages_api"
 """Field of a request, and template argument of its conversation, that tells what depends on the template."""
+
+
+class MessagesForm(dict[str, bool]):
+    """What stands under MESSAGES_API. A type of its own: what a request says there itself is not believed."""
+
+
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -116,12 +122,12 @@ def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict
     return request, None
 
 
-def _by_template(body: Mapping[str, Any]) -> dict[str, bool]:
+def _by_template(body: Mapping[str, Any]) -> MessagesForm:
     """What of a request's prompt vLLM makes as its chat template wants it; empty: nothing."""
     disabled = isinstance(body.get("thinking"), Mapping) and body["thinking"].get("type") == "disabled"
     named = "enable_thinking" in (body.get("chat_template_kwargs") or {})
     inside = any(message.get("role") == "system" for message in _objects(body.get("messages")))
-    return {"disabled": disabled, "own_thinking": named} if disabled or inside else {}
+    return MessagesForm(disabled=disabled, own_thinking=named) if disabled or inside else MessagesForm()
 
 
 def system_text(system: Any) -> str:

@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from draftforge.data.conversation import Message
 from draftforge.data.ingest import Spool
-from draftforge.data.prepared_records import columns, restored, sampling_of, stored
+from draftforge.data.prepared_records import Preparer, columns, restored, sampling_of, stored
+from draftforge.data.record_outcomes import SourceCounts
 from draftforge.data.records import Record
+from draftforge.data.served_request import template_args
 from draftforge.data.settings import MixSettings
+from draftforge.data.sources import units
 from draftforge.specdec.sampling_settings import SamplingSettings
 
 CALL = [{"id": "c1", "function": {"name": "clock", "arguments": "{}"}}]
@@ -65,3 +69,29 @@ def test_a_large_spool_lies_on_disk_without_a_name(tmp_path: Path) -> None:
             spool.add(large)
         assert spool[39] == large and spool._file.name is not None  # memory has no name
         assert list(folder.iterdir()) == []
+
+
+def test_broken_rules_quote_no_personal_data(tmp_path: Path) -> None:
+    """They are stored in the mix, and said."""
+    turns = [{"role": "user", "content": "Hi"}]
+    odd = "ann@mail.org, +49 30 901820"
+    lines: list[dict[str, Any]] = [
+        {"max_tokens": odd},
+        {"domain": odd},
+        {"temperature": [odd]},
+        {"max_tokens": {odd: 1}},
+    ]
+    path = tmp_path / "ann@mail.org.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": turns, **one}) for one in lines))
+    source = {"kind": "messages", "path": path.name, "domain_field": "domain", "skip_invalid": True}
+    settings = MixSettings.model_validate({"sources": [source]})
+    items = list(units(settings.sources[0], tmp_path, 0, SourceCounts()))
+    broken = [one.broken or "" for one in Preparer(settings).prepared_outcomes(0, items)]
+    assert len(broken) == 4 and all(said.startswith(f"{path}:") for said in broken)
+    assert not any("ann@mail.org, " in said or "901820" in said for said in broken)
+    assert sum("<email>" in said for said in broken) >= 2
+
+
+def test_a_request_does_not_say_how_the_messages_api_is_rendered() -> None:
+    own = {"messages_api": {"disabled": True, "own_thinking": False}}
+    assert template_args(own.get, "vllm", "log.jsonl:1") == {}
