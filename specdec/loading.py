@@ -16,7 +16,7 @@ from ..errors import DraftforgeError, FormatError, one_line
 from ..progress import say
 from .expressions import TOKENIZER_PARTS, check_tokenizer_expressions, check_tokenizer_file
 from .gguf_header import read_header
-from .model_folder import check_folder, check_size
+from .model_folder import check_folder, check_size, check_tokenizer_names
 
 _OURS = (DraftforgeError, MemoryError, torch.OutOfMemoryError)
 
@@ -46,6 +46,7 @@ def load_model(source: str | Path, where: str, only_known: bool = False, **optio
 def load_tokenizer(source: str | Path, where: str, **options: Any) -> PreTrainedTokenizerBase:
     """Load a tokenizer. Raises FormatError, its line beginning with `where`."""
     with refused(where):
+        check_tokenizer_names(Path(source), where)
         if (file := Path(source) / "tokenizer.json").is_file():
             check_tokenizer_file(file, where)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)

@@ -44,7 +44,8 @@ def check_folder(folder: Path, where: str, runs_code: bool = False) -> None:
             f"{where}: {ADAPTER_FILE} lies beside the model, and would be loaded with it; give each a folder of its "
             "own, and name the adapter in target.adapter"
         )
-    # 2) Files that index and config name.
+    # 2) Files that index and configs name.
+    check_tokenizer_names(folder, where)
     if not config.is_file():
         return
     raw = read_object(config)
@@ -58,6 +59,16 @@ def check_folder(folder: Path, where: str, runs_code: bool = False) -> None:
             raise FormatError(f"{where}: config.json: {key} {value}: names code of another repository")
         if key.endswith("attn_implementation") and "/" in str(value):
             raise FormatError(f"{where}: config.json: {key} {value}: names code of another repository")
+
+
+def check_tokenizer_names(folder: Path, where: str) -> None:
+    """Refuse a tokenizer_config.json that names another file than tokenizer.json: no fingerprint covers what
+    transformers would read there. Raises FormatError."""
+    path = folder / "tokenizer_config.json"
+    named = read_object(path).get("fast_tokenizer_files") if path.is_file() else None
+    for name in named if isinstance(named, list) else () if named is None else (named,):
+        if name != "tokenizer.json":
+            raise FormatError(f"{where}: tokenizer_config.json: fast_tokenizer_files {name}: must be tokenizer.json")
 
 
 def indexed_files(folder: Path, where: str) -> list[str] | None:

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from draftforge.errors import DraftforgeError, FormatError
 from draftforge.specdec.formats.gguf.file import read_gguf
 from draftforge.specdec.gguf_header import MOST_ELEMENTS, read_header
+from draftforge.specdec.loading import load_tokenizer
 from draftforge.specdec.model_folder import INDEX_FILE, check_size
 from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target, locate, target_files, target_fingerprint
@@ -108,6 +109,19 @@ def test_an_index_that_picks_some_of_the_files_counts(folder: Path) -> None:
     index(folder, {k: "three.safetensors" if v == "two.safetensors" else v for k, v in weight_map(folder).items()})
     after = target_files(settings)
     assert after["weights"] == before["weights"] and after[INDEX_FILE] != before[INDEX_FILE]
+
+
+@pytest.mark.parametrize("names", [["tokenizer.json", "tokenizer.4.0.json"], ["../tokenizer.1.json"], "x"])
+def test_a_tokenizer_that_no_fingerprint_covers_is_refused(folder: Path, names: Any) -> None:
+    """transformers reads the newest of these files, wherever it lies."""
+    path = folder / "tokenizer_config.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(known | {"fast_tokenizer_files": names}))
+    for read in (lambda: locate(TargetSettings(model=str(folder))), lambda: load_tokenizer(folder, "here")):
+        with pytest.raises(
+            FormatError, match=r"tokenizer_config\.json: fast_tokenizer_files .*: must be tokenizer\.json"
+        ):
+            read()
 
 
 def test_code_of_another_repository_is_refused(folder: Path) -> None:
