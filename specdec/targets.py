@@ -1,7 +1,9 @@
 """Targets: loading a model in the form in which it is served, its device and context, and its fingerprint."""
 
 import os
+import re
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -44,6 +46,7 @@ _TOKENIZER_FILES = (
     *("vocab.*", "merges.*", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*"),
 )
 """Patterns of the files that decide which ids a text has, and which text a conversation."""
+_MOST_ROUNDS = 64
 _FIRST_COVERED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 """What fingerprints of earlier versions covered of them; a target with no others keeps its fingerprint."""
 _RENDERED_BY_VLLM = (
@@ -463,9 +466,12 @@ def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         check_adapter(folder, where)
     try:
         config = _plain_adapter_config(model, folder, where)
-        merged = PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
+        # What no tensor of the file fills would be merged as it was made: by chance.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*missing adapter keys")
+            merged = PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
         return merged.merge_and_unload()
-    except (RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (UserWarning, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{where}: does not fit the model: {reason}") from None
 
@@ -480,6 +486,10 @@ def _plain_adapter_config(model: PreTrainedModel, folder: Path, where: str) -> A
         value = getattr(config, field, None)
         if isinstance(value, str) and value != "all-linear":
             setattr(config, field, matching(value, names, f"{where}: {field}"))
+    # A start that is computed for so many rounds.
+    rounds = re.fullmatch(r"pissa_niter_(\d+)", str(getattr(config, "init_lora_weights", "")))
+    if rounds is not None and int(rounds[1][:9]) > _MOST_ROUNDS:
+        raise InputError(f"{where}: init_lora_weights {rounds[0][:40]}: must have at most {_MOST_ROUNDS} rounds")
     # Others are matched by PEFT itself.
     for field in ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_pattern"):
         value = getattr(config, field, None) or ()

@@ -183,6 +183,8 @@ def test_expressions_of_an_adapter_take_no_time(tmp_path: Path) -> None:
         ("rank_pattern", {r"(\w+\.?)+!": 4}),
         ("modules_to_save", [r"(\w+\.?)+!"]),
         ("alpha_pattern", {".*" * 9 + "!": 4}),
+        ("init_lora_weights", "pissa_niter_100000000"),
+        ("peft_type", "LOHA"),  # whose weights the file does not have
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(stored | {field: value}))
         with pytest.raises(DraftforgeError, match=r"^target\.adapter: ") as caught:
