@@ -1,5 +1,6 @@
 """Targets: loading a model in the form in which it is served, its device and context, and its fingerprint."""
 
+import math
 import os
 import re
 import shutil
@@ -12,12 +13,11 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import fingerprint
-from ..errors import InputError, MissingFileError, one_line
+from ..errors import DraftforgeError, InputError, MissingFileError, one_line
 from ..progress import say
 from ..storage import check_hub_name, read_object
 from .expressions import check_short, matching
@@ -46,7 +46,7 @@ _TOKENIZER_FILES = (
     *("vocab.*", "merges.*", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*"),
 )
 """Patterns of the files that decide which ids a text has, and which text a conversation."""
-_MOST_ROUNDS = 64
+_MOST_ROUNDS, _MOST_LAYERS = 64, 1024
 _FIRST_COVERED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 """What fingerprints of earlier versions covered of them; a target with no others keeps its fingerprint."""
 _RENDERED_BY_VLLM = (
@@ -471,7 +471,9 @@ def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
             warnings.filterwarnings("error", message=".*missing adapter keys")
             merged = PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
         return merged.merge_and_unload()
-    except (UserWarning, RuntimeError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except DraftforgeError:
+        raise
+    except Exception as error:  # PEFT's checks raise all kinds
         reason = " ".join(str(error).split())[:300]
         raise InputError(f"{where}: does not fit the model: {reason}") from None
 
@@ -486,7 +488,12 @@ def _plain_adapter_config(model: PreTrainedModel, folder: Path, where: str) -> A
         value = getattr(config, field, None)
         if isinstance(value, str) and value != "all-linear":
             setattr(config, field, matching(value, names, f"{where}: {field}"))
-    # A start that is computed for so many rounds.
+    # Layers that stand there again and again, a scale that is none, and a start that is computed for so many rounds.
+    ranges = getattr(config, "layer_replication", None) or ()
+    if sum(abs(end - start) for start, end in ranges) > _MOST_LAYERS:
+        raise InputError(f"{where}: layer_replication: must make at most {_MOST_LAYERS} layers")
+    if not math.isfinite(scale := getattr(config, "lora_alpha", None) or 0):
+        raise InputError(f"{where}: lora_alpha {scale}: must be finite")
     rounds = re.fullmatch(r"pissa_niter_(\d+)", str(getattr(config, "init_lora_weights", "")))
     if rounds is not None and int(rounds[1][:9]) > _MOST_ROUNDS:
         raise InputError(f"{where}: init_lora_weights {rounds[0][:40]}: must have at most {_MOST_ROUNDS} rounds")

@@ -184,6 +184,11 @@ def test_expressions_of_an_adapter_take_no_time(tmp_path: Path) -> None:
         ("modules_to_save", [r"(\w+\.?)+!"]),
         ("alpha_pattern", {".*" * 9 + "!": 4}),
         ("init_lora_weights", "pissa_niter_100000000"),
+        ("layer_replication", [[0, 2]] * 1_000),
+        ("layer_replication", [[0, 9]]),
+        ("trainable_token_indices", [10**9]),
+        ("lora_alpha", float("inf")),
+        ("lora_alpha", 10**400),
         ("peft_type", "LOHA"),  # whose weights the file does not have
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(stored | {field: value}))
