@@ -12,7 +12,7 @@ COMMAND: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
 """The command that this process runs, for lines that say how to go on; empty: it was not started by a command line."""
 
 
-_LONGEST = 4000  # characters of a message
+_LONGEST = 4000  # characters of a line
 
 
 class DraftforgeError(Exception):
@@ -23,8 +23,9 @@ class DraftforgeError(Exception):
 
     def __init__(self, message: object = "") -> None:
         # What a message quotes of strangers' files may have lines of its own, which would read as lines of ours.
-        line = str(message) if self.many_lines else " ".join(str(message).splitlines())
-        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…")
+        lines = str(message).splitlines()
+        lines = lines if self.many_lines else [" ".join(lines)]
+        super().__init__("\n".join(line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…" for line in lines))
 
 
 class RecipeError(DraftforgeError, ValueError):

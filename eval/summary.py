@@ -350,7 +350,8 @@ def decision_summary(scores: Record, promotion: Record | None) -> Decision:
         if promotion is None:
             paragraph += " No gate has judged it on the holdout yet."
         else:
-            unmet = promotion["decision"]["beats_start"] is None
+            # Runs from before there was such a gate have no such field.
+            unmet = promotion["decision"].get("beats_start", False) is None
             why = "it does not meet today's gate" if unmet else "no heir is better"
             kind, title = "refused", f"{promotion['version']} stays the champion: {why}"
     else:
@@ -362,7 +363,7 @@ def decision_summary(scores: Record, promotion: Record | None) -> Decision:
         if promotion["decision"].get("worth_serving") is False:
             kind = "by-choice" if promoted else "unproven"
             verdict += " by choice: not shown to be worth serving" if promoted else ": not shown to be worth serving"
-        if not promoted and promotion["decision"]["compared"] == promotion["version"]:  # the champion, judged again
+        if not promoted and promotion["decision"].get("compared") == promotion["version"]:  # the champion, judged again
             verdict = "stays the champion: it does not meet today's gate"
         title = f"{promotion['version']} {verdict}"
         paragraph = _worth(row, chosen, "On the holdout, which no draft was trained or picked on,")

@@ -26,6 +26,7 @@ from trained import Trained, trained
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from unsynced import unsynced
 
+import draftforge.registry  # noqa: F401  says how much MLflow prints, before a test imports that
 from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
 
