@@ -50,7 +50,7 @@ from .logs.anthropic import BILLING_HEADER, MESSAGES_API
 
 _REFUSED = (
     *(TemplateError, ArithmeticError, TypeError, ValueError, RecursionError),
-    *(MemoryError, SyntaxError, LookupError, AttributeError, AssertionError),
+    *(MemoryError, SyntaxError, NameError, LookupError, AttributeError, AssertionError),
 )
 """Errors of a template that is rendered, or that Python cannot compile."""
 _CALL_ORDER = (("arguments", "name"), ("id", "function", "type"))

@@ -130,6 +130,11 @@ class Target(CausalModel):
             return cls(model.to(device), tokenizer, settings, identity)
 
     @property
+    def rendered_by_vllm(self) -> str | None:
+        """A sentence where vLLM makes its prompts by code of its own; None: it takes the chat template."""
+        return rendered_by_vllm(self.settings)
+
+    @property
     def collective(self) -> bool:
         """Whether its layers are sharded over ranks: a pass is then one of all of them together."""
         return self._weights is not None

@@ -21,7 +21,7 @@ from ...distributed import ALONE, Ranks
 from ...errors import InputError, StaleInputError
 from ...progress import bar, say
 from ...specdec.sampling_settings import SamplingSettings
-from ...specdec.targets import Target, rendered_by_vllm
+from ...specdec.targets import Target
 from ..backends.base import open_engine
 from ..conversation import Conversation, as_served
 from ..logged_prompts import OTHER_COUNT
@@ -138,7 +138,7 @@ def capture_conversations(
     if ranks.broadcast(f"{folder.name}: whether it is done", done):
         return
     prompts = Prompts(target, shards, settings, conversations)
-    for line in (rendered_by_vllm(target.settings), *prompts.check.lines()):
+    for line in (target.rendered_by_vllm, *prompts.check.lines()):
         if line is not None:
             say(line)
     if may_be_unanswered is not None and part is None:

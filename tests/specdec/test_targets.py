@@ -86,7 +86,7 @@ def test_every_file_that_changes_ids_or_text_makes_another_target(
     shutil.copytree(tiny_target_folder, folder)
     (folder / name).parent.mkdir(exist_ok=True)
     seen = {target_fingerprint(settings)}
-    for content in ("one", "two", None):
+    for content in ('{"one": 1}', '{"two": 2}', None):
         before = target_files(settings)
         (folder / name).write_text(content) if content else (folder / name).unlink()
         after = target_files(settings)
