@@ -10,11 +10,12 @@ if TYPE_CHECKING:
     from ..models import CausalModel
     from .base import Proposer
     from .cascade import Helper
+    from .prompt_lookup import PromptLookup
 
 LOOKUP = "lookup"
 
 
-def _lookup(target: "CausalModel") -> "Proposer":
+def _lookup(target: "CausalModel | None" = None) -> "PromptLookup":
     from .prompt_lookup import PromptLookup
 
     return PromptLookup()
@@ -38,12 +39,6 @@ def _jacobi(target: "CausalModel") -> "Proposer":
     return JacobiProposer()
 
 
-def _lookup_helper() -> "Helper":
-    from .prompt_lookup import PromptLookup
-
-    return PromptLookup()
-
-
 TRAINING_FREE: dict[str, Callable[["CausalModel"], "Proposer"]] = {
     LOOKUP: _lookup,
     "suffix": _suffix,
@@ -52,5 +47,5 @@ TRAINING_FREE: dict[str, Callable[["CausalModel"], "Proposer"]] = {
 }
 """Makes a proposer of that name for a target."""
 
-HELPERS: dict[str, Callable[[], "Helper"]] = {LOOKUP: _lookup_helper}
+HELPERS: dict[str, Callable[[], "Helper"]] = {LOOKUP: _lookup}
 """Makes a helper of that name for a small draft (cascade.py)."""
