@@ -22,7 +22,8 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..kernels.attention import attend
-from ..kernels.document_mask import QueryMask, flex
+from ..kernels.column_attention import attend_columns
+from ..kernels.document_mask import QueryMask
 from ..kv_cache import CacheStep, runs_triton
 from .base import DraftModule
 
@@ -456,78 +457,6 @@ class FeatureDraft(DraftModule):
         # Queries see the true states' keys up to their position and their own column of later keys.
         attended = attend_columns(attn.query(z_BMZ, waves), keys, values, trained, self.windows[number])
         return layer.finish(residual_BMH, attended)
-
-
-def attend_columns(
-    query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask, window: int | None = None
-) -> Tensor:
-    """Attention of the training-time test. Returns [B, M, Q, D].
-
-    keys[0] [B, G, T, D] are the true states', of which a position sees its document's up to itself; keys[j]
-    [B, G, M, D], j >= 1, are earlier steps' own, of which each position sees only its own column. `window`: only the
-    last so many keys of both, the query's own included.
-    """
-    # The query of step k stands k positions after its place in the text, so k fewer true states lie in its window.
-    if window is not None:
-        first = max(1, len(keys) - window)
-        keys, values = [keys[0], *keys[first:]], [values[0], *values[first:]]
-        window = max(0, window - len(keys) + 1) if first == 1 else 0
-
-    # Packed rows on a GPU: no dense score matrix.
-    merged = query_BQMD.is_cuda and trained.documents.packed
-    return (_merged_columns if merged else _dense_columns)(query_BQMD, keys, values, trained, window)
-
-
-def _dense_columns(
-    query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask, window: int | None
-) -> Tensor:
-    """`attend_columns` with a score for each pair. `window`: true states that are seen; None: all."""
-    # Scores against the true states, masked to the document up to the position; heads grouped by key-value head.
-    groups, size = keys[0].shape[1], query_BQMD.shape[-1]
-    query = query_BQMD.reshape(query_BQMD.shape[0], groups, -1, *query_BQMD.shape[2:]) * size**-0.5  # [B, G, R, M, D]
-    hidden_BMT = ~trained.dense(window)
-    scores = torch.einsum("bgrmd,bgtd->bgrmt", query, keys[0]).masked_fill(hidden_BMT[:, None, None], float("-inf"))
-
-    # One score for each earlier step of the same column; then a softmax over both kinds together.
-    own = [torch.einsum("bgrmd,bgmd->bgrm", query, key)[..., None] for key in keys[1:]]
-    weights = torch.cat([scores, *own], dim=-1).softmax(-1, dtype=torch.float32).to(query.dtype)
-
-    # Weighted sum of values, the own columns one by one.
-    past = keys[0].shape[2]
-    output = torch.einsum("bgrmt,bgtd->bgrmd", weights[..., :past], values[0])
-    for j, value in enumerate(values[1:]):
-        output = output + weights[..., past + j, None] * value[:, :, None]
-    return output.flatten(1, 2).transpose(1, 2)
-
-
-def _merged_columns(
-    query_BQMD: Tensor, keys: list[Tensor], values: list[Tensor], trained: QueryMask, window: int | None
-) -> Tensor:
-    """`_dense_columns` without a score matrix of all pairs: FlexAttention over the true states, then a softmax merge
-    with the own columns by log-sum-exp."""
-    # True states by FlexAttention, with the log-sum-exp of their scores.
-    dtype = values[0].dtype
-    query, keys = query_BQMD.to(dtype), [key.to(dtype) for key in keys]
-    if window == 0:  # the window holds own columns only
-        past = torch.zeros_like(query)
-        lse_BQM: Tensor | None = torch.full(query.shape[:-1], float("-inf"), device=query.device)
-    else:
-        past, lse_BQM = flex(query, keys[0], values[0], trained.blocks(window), with_lse=True)
-    assert lse_BQM is not None
-    if len(keys) == 1:
-        return past.transpose(1, 2)
-
-    # Scores of the own columns, in float32.
-    batch, groups, _, size = keys[0].shape
-    grouped = query.reshape(batch, groups, -1, *query.shape[2:]).float() * size**-0.5  # [B, G, R, M, D]
-    own = [(grouped * key[:, :, None]).sum(-1).flatten(1, 2) for key in keys[1:]]
-
-    # The log-sum-exp acts as one more score: its softmax weight is the true states' share of the whole.
-    scores = torch.stack([lse_BQM, *own], dim=-1).softmax(-1)  # [B, Q, M, 1 + own]
-    output = scores[..., :1] * past
-    for j, value in enumerate(values[1:], start=1):
-        output = output + scores[..., j, None] * value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-    return output.to(dtype).transpose(1, 2)
 
 
 def take(x_BTH: Tensor, at_BM: Tensor) -> Tensor:

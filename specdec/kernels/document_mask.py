@@ -29,6 +29,24 @@ class PackedSpans(NamedTuple):
     """Tokens of the longest span."""
 
 
+class QueryRuns(NamedTuple):
+    """Chosen queries that stand side by side in their documents, and the keys up to the last of them, document by
+    document: L queries and P keys in all. The last query of a document is the last of its keys."""
+
+    queries_L: Tensor
+    """int64: index of each query in the flattened [B, M]."""
+    keys_P: Tensor
+    """int64: index of each key in the flattened [B, T]."""
+    query_starts_D: Tensor
+    """int32 [D + 1]: index of each document's first query among the L, then L."""
+    key_starts_D: Tensor
+    """int32 [D + 1]: index of each document's first key among the P, then P."""
+    most_queries: int
+    """Queries of the document that has most of them."""
+    most_keys: int
+    """Keys of the document that has most of them."""
+
+
 class Documents:
     """Document number and position of each token of a packed batch, with the masks made from them."""
 
@@ -60,11 +78,12 @@ class Documents:
 class QueryMask:
     """Attention mask of the tokens at chosen places of each row: `at_BM` [B, M] are indexes into the row.
 
-    Dense and block masks are made when first asked for, one for each window.
+    Dense and block masks are made when first asked for, one for each window. `runs`: the same places as runs of
+    tokens, where they are such; places that no run holds mean nothing then.
     """
 
-    def __init__(self, documents: Documents, at_BM: Tensor) -> None:
-        self.documents, self.at_BM = documents, at_BM
+    def __init__(self, documents: Documents, at_BM: Tensor, runs: QueryRuns | None = None) -> None:
+        self.documents, self.at_BM, self.runs = documents, at_BM, runs
         self.positions_BM = documents.positions_BT.gather(1, at_BM)
         self._mine_BM = documents.document_BT.gather(1, at_BM)
         self._dense: dict[int | None, Tensor] = {}

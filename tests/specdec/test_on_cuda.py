@@ -3,18 +3,29 @@
 Run there by `CUDA_VISIBLE_DEVICES=0 python -m pytest tests/specdec/test_on_cuda.py`; skipped elsewhere.
 """
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from proposing import CHAINS, DRAWN_TREES, TREES, WAITING, proposer_named, takes
 from stand_ins import target
 
+from draftforge.data.batches import collate
 from draftforge.specdec.decoder import Generation, generate
+from draftforge.specdec.kernels.column_attention import attend_columns
 from draftforge.specdec.kernels.fused import fuse
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.train.families.ttt_alignment import Alignment
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+
+class Talk(NamedTuple):
+    prompt_ids: list[int]
+    answer_ids: list[int]
+
 
 GREEDY, WARM = SamplingSettings(), SamplingSettings(temperature=0.9, top_k=12, top_p=0.95)
 PROMPTS = [[5, 9, 2], [17, 3, 8, 8, 1, 40], [33], [4, 12, 12, 50]]
@@ -62,3 +73,27 @@ def test_drawn_tokens_are_those_of_a_cpu(model: CausalModel, name: str) -> None:
     here = answers(target(), name, WARM, rule, 3)
     same = sum(one.tokens == other.tokens for one, other in zip(there, here))
     assert same >= len(PROMPTS) - 1
+
+
+@pytest.mark.parametrize(("steps", "window"), [(1, None), (4, None), (1, 50), (4, 50), (4, 4), (4, 2)])
+def test_attention_of_training_in_half_precision(steps: int, window: int | None) -> None:
+    """Values and gradients of the kernels for runs, beside one dense softmax in float32."""
+    generator = torch.Generator().manual_seed(steps)
+    sizes = [(int(prompt), int(answer)) for prompt, answer in torch.randint(1, 300, (24, 2), generator=generator)]
+    batch = collate([Talk([1] * prompt, [2] * answer) for prompt, answer in sizes], row_tokens=1500)
+    here, there = Alignment(batch).trained, Alignment(batch.to("cuda")).trained
+    (rows, count), tokens = here.at_BM.shape, batch.ids_BT.shape[1]
+    assert rows > 1 and here.runs is not None
+    shapes = [(9, count), *[(3, tokens)] * 2, *[(3, count)] * (2 * (steps - 1))]
+    drawn = [torch.randn(rows, heads, places, 64, generator=generator).bfloat16() for heads, places in shapes]
+    weight = torch.randn(rows, count, 9, 64, generator=generator)
+    meant = torch.zeros(rows * count, 1, 1).index_fill_(0, here.runs.queries_L, 1.0).view(rows, count, 1, 1)
+    found = []
+    for trained, device, dtype in ((there, "cuda", torch.bfloat16), (here, "cpu", torch.float32)):
+        inputs = [one.to(device, dtype).requires_grad_() for one in drawn]
+        keys, values = [inputs[1], *inputs[3::2]], [inputs[2], *inputs[4::2]]
+        output = attend_columns(inputs[0], keys, values, trained, window).float().cpu() * meant
+        grads = torch.autograd.grad((output * weight).sum(), inputs, materialize_grads=True)
+        found.append([output.detach(), *(one.float().cpu() for one in grads)])
+    for half, whole in zip(*found, strict=True):
+        assert float((half - whole).norm()) <= 0.01 * float(whole.norm())

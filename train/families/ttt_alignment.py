@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...data.batches import Batch, moved
-from ...specdec.kernels.document_mask import QueryMask
+from ...specdec.kernels.document_mask import QueryMask, QueryRuns
 
 
 class Alignment:
@@ -23,7 +23,7 @@ class Alignment:
         ranges: list[list[Tensor]] = [[] for _ in range(batch.ids_BT.shape[0])]
         filled = [0] * len(ranges)
         columns = [torch.zeros(0, dtype=torch.int64)]
-        rows, firsts = [], []
+        rows, firsts, keys = [], [], []
         for place, low, high in zip(batch.spans, batch.offsets, batch.offsets[1:]):
             wanted = place.start + place.prompt - 2  # drafts the first supervised token at step 0
             first = max(wanted, place.start)
@@ -31,6 +31,7 @@ class Alignment:
             columns.append(torch.arange(filled[place.row], filled[place.row] + high - low) - (first - wanted))
             firsts.append(filled[place.row])
             rows.append(place.row)
+            keys.append(first - place.start + high - low if high > low else 0)
             filled[place.row] += high - low
         self.width = max(1, *filled)
         """Number of trained positions a row, M."""
@@ -41,10 +42,13 @@ class Alignment:
         for row, parts in enumerate(ranges):
             if filled[row]:
                 at_BM[row, : filled[row]] = torch.cat(parts)
+        begins = torch.tensor([place.row * batch.ids_BT.shape[1] + place.start for place in batch.spans])
+        columns_D = torch.tensor(rows) * self.width + torch.tensor(firsts)
+        runs = query_runs(columns_D, counts, begins, torch.tensor(keys), batch.ids_BT.device)
         self._row_N = moved(torch.repeat_interleave(torch.tensor(rows), counts), batch.ids_BT.device)
         self._first_N = moved(torch.repeat_interleave(torch.tensor(firsts), counts), batch.ids_BT.device)
         self._column_N = moved(torch.cat(columns), batch.ids_BT.device)
-        self.trained = QueryMask(batch.documents, moved(at_BM, batch.ids_BT.device))
+        self.trained = QueryMask(batch.documents, moved(at_BM, batch.ids_BT.device), runs)
         """The positions that draft, [B, M]; a row that has fewer repeats its first token, which then means nothing."""
 
     def rows(self, steps: int) -> tuple[Tensor, Tensor]:
@@ -55,3 +59,26 @@ class Alignment:
         column_SN = self._column_N - step_S1
         valid_SN = column_SN >= self._first_N
         return self._row_N * self.width + torch.where(valid_SN, column_SN, self._first_N), valid_SN
+
+
+def query_runs(
+    queries_D: Tensor, counts_D: Tensor, keys_D: Tensor, lengths_D: Tensor, device: torch.device
+) -> QueryRuns:
+    """Runs of D samples, each with its first query's index, its number of queries, and the same of its keys."""
+    queries_L, query_starts_D = _end_to_end(queries_D, counts_D)
+    keys_P, key_starts_D = _end_to_end(keys_D, lengths_D)
+    return QueryRuns(
+        moved(queries_L, device),
+        moved(keys_P, device),
+        moved(query_starts_D, device),
+        moved(key_starts_D, device),
+        int(counts_D.max()),
+        int(lengths_D.max()),
+    )
+
+
+def _end_to_end(firsts_D: Tensor, counts_D: Tensor) -> tuple[Tensor, Tensor]:
+    """Indexes firsts[d] .. firsts[d] + counts[d] - 1 of all d, and where each d begins among them (int32 [D + 1])."""
+    ends_D = counts_D.cumsum(0)
+    at = torch.arange(int(ends_D[-1])) + torch.repeat_interleave(firsts_D - ends_D + counts_D, counts_D)
+    return at, torch.cat([torch.zeros(1, dtype=torch.int64), ends_D]).int()

@@ -59,16 +59,19 @@ def _stats(  # type: ignore[no-untyped-def]
     best = tl.load(best_ptr + position)
     lanes = tl.arange(0, block)
 
-    # 1) log sum exp of the draft's row, online: the sum so far is rescaled whenever the largest logit rises
-    top = tl.full([], -float("inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
+    # 1) log sum exp of the draft's row, online, one a lane: lanes meet once, behind the last block
+    top_of = tl.full([block], -1e30, tl.float32)
+    total_of = tl.zeros([block], tl.float32)
     for start in range(0, vocabulary, block):
         at = start + lanes
         u = tl.load(draft + at, mask=at < vocabulary, other=-float("inf")).to(tl.float32) * scale
-        higher = tl.maximum(top, tl.max(u, 0))
-        total = total * tl.exp(top - higher) + tl.sum(tl.exp(u - higher), 0)
-        top = higher
-    lse_q = top + tl.log(total)
+        # The larger one of two terms counts as 1, so only the smaller one's exponential is computed.
+        rise = u - top_of
+        least = tl.exp(-tl.abs(rise))
+        total_of = tl.where(rise > 0.0, total_of * least + 1.0, total_of + least)
+        top_of = tl.maximum(top_of, u)
+    top = tl.max(top_of, 0)
+    lse_q = top + tl.log(tl.sum(total_of * tl.exp(top_of - top), 0))
 
     # 2) sums over the vocabulary, one a lane
     alpha = tl.zeros([block], tl.float32)

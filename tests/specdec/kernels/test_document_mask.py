@@ -5,9 +5,9 @@ import torch
 from families import SUPPORTED, tiny
 from torch import Tensor
 
-from draftforge.specdec.drafts import layers
-from draftforge.specdec.drafts.layers import attend_columns
+from draftforge.specdec.kernels import column_attention
 from draftforge.specdec.kernels.attention import attention_within
+from draftforge.specdec.kernels.column_attention import attend_columns
 from draftforge.specdec.kernels.document_mask import PADDING, Documents, QueryMask, flex
 from draftforge.specdec.models import CausalModel
 
@@ -111,9 +111,9 @@ def test_joined_columns_equal_one_softmax(steps: int, window: int | None, monkey
         assert lse is not None
         torch.testing.assert_close(lse, with_normaliser(query, key, value, trained)[1], atol=1e-5, rtol=1e-5)
     monkeypatch.setattr(
-        layers, "flex", lambda q, k, v, blocks, with_lse: with_normaliser(q, k, v, trained, true_window)
+        column_attention, "flex", lambda q, k, v, blocks, with_lse: with_normaliser(q, k, v, trained, true_window)
     )
-    monkeypatch.setattr(layers, "_dense_columns", layers._merged_columns)
+    monkeypatch.setattr(column_attention, "_dense_columns", column_attention._merged_columns)
     joined = attend_columns(inputs[0], keys, values, trained, window)
     torch.testing.assert_close(joined, plain, atol=1e-5, rtol=1e-5)
     weight = torch.randn_like(plain)
