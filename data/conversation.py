@@ -18,6 +18,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """The usual roles. vLLM hands messages of others to the template, too."""
 SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
 _ASKS_NOTHING = ("system", "developer", "assistant")
+NO_SYSTEM_PROMPT = ", without a system prompt"
+"""Ends the name of a counter of requests whose log may lack their system prompt: the number of tokens alone tells."""
 
 
 class Message(BaseModel):

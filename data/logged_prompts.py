@@ -20,7 +20,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 
 from ..errors import InputError
 from .chat_template import ids_of_prompt, template_tree, turn_ids, turn_prompt
-from .conversation import Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
+from .conversation import NO_SYSTEM_PROMPT, Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
 from .dedup import NO_TURNS, TurnKeys
 from .logs.parsing import prompt_digest
 from .settings import RESERVED_ARGS
@@ -29,6 +29,7 @@ from .stratify import LogTable
 
 OTHER_PROMPT = "its chat template makes another prompt of the messages than the logged one"
 OTHER_COUNT = "its prompt has another number of tokens than the log counts"
+UNPROVEN = "the log does not show that its prompt was this one"
 _SAMPLED = 256  # prompts of a counter that tell whose tokens it counts
 _TRIED = 64  # prompts with another number of tokens that settings are tried on
 _MOST_KEPT = 8  # numbers and hashes of one prompt
@@ -129,16 +130,28 @@ class _Comparison:
 class PromptCheck:
     """Compares the prompts that a tokenizer's template makes of a mix with what its log tells of them."""
 
-    def __init__(self, tokenizer: Any, conversations: Sequence[Conversation]) -> None:
-        """Find out, by a sample of all `conversations`, whose tokens each counter counts."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        conversations: Sequence[Conversation],
+        rendered_by_vllm: bool = False,
+        ask_unproven: bool = False,
+    ) -> None:
+        """Find out, by a sample of all `conversations`, whose tokens each counter counts.
+
+        `rendered_by_vllm`: vLLM makes the target's prompts by code of its own, so that each must be shown to be the
+        same; `ask_unproven`: none needs to be shown so.
+        """
         self._tokenizer = tokenizer
+        self._own_code, self._ask_unproven = rendered_by_vllm, ask_unproven
         self._last: tuple[str, dict[int, str], dict[int, list[int]]] = ("", {}, {})
         self._sampled = {name: self._sample(name, some) for name, some in _by_counter(conversations).items()}
         self._found = {name: _Comparison() for name in self._sampled}
         self._counted: set[tuple[str, int]] = set()
 
     def refusal(self, conversation: Conversation, turn: int) -> str | None:
-        """Why a turn is not asked: its prompt is not the logged one. None: it is, or nothing is logged of it.
+        """Why a turn is not asked: its prompt is not the logged one, or is in doubt and not shown to be it.
+        None: it is, or nothing is logged of it.
 
         A turn of which nothing is logged was asked in the history of a later one, and goes with that.
         """
@@ -161,8 +174,9 @@ class PromptCheck:
         """By turn: why it is not asked, and the ids of prompts that were compared; kept of the last conversation."""
         if self._last[0] != conversation.id:
             logged = {one.turn: one for one in conversation.logged_prompts if one.counts or one.digests}
-            refused, rendered, reason = dict[int, str](), dict[int, list[int]](), None
-            for turn in reversed(_whole_turns(conversation) if logged else []):
+            refused, rendered = dict[int, str](), dict[int, list[int]]()
+            reason = UNPROVEN if self._in_doubt(conversation, []) else None
+            for turn in reversed(_whole_turns(conversation) if logged or reason else []):
                 if turn.index in logged:
                     reason = self._compared(conversation, turn, logged[turn.index], rendered)
                 if reason is not None:
@@ -187,11 +201,23 @@ class PromptCheck:
             for one in counts:
                 _add(self._found[one.counter], one, len(ids), place(conversation, turn.index))
         told = {one.tokens for one in counts if one.tokens}
-        return f"{OTHER_COUNT} ({len(ids)}, logged {_listed(told)})" if told and len(ids) not in told else None
+        if told and len(ids) not in told:
+            return f"{OTHER_COUNT} ({len(ids)}, logged {_listed(told)})"
+        return UNPROVEN if not (told or logged.digests) and self._in_doubt(conversation, logged.counts) else None
+
+    def _in_doubt(self, conversation: Conversation, counts: Sequence[PromptCount]) -> bool:
+        """Whether a prompt must be shown to be the served one: vLLM makes it by other code, or its log may lack its
+        system prompt."""
+        own_code = self._own_code and conversation.engine == "vllm"
+        lacking = bool(counts) and all(one.counter.endswith(NO_SYSTEM_PROMPT) for one in counts)
+        return (own_code or lacking) and not self._ask_unproven
 
     def _counts_our_tokens(self, counter: str) -> bool:
         """Whether at least half of a counter's sampled prompts have the logged number of tokens, as they are or under
-        some setting that the log may lack. Numbers of another tokenizer agree by chance alone."""
+        some setting that the log may lack. Numbers of another tokenizer agree by chance alone. Where the log may lack
+        system prompts, any number may be ours."""
+        if counter.endswith(NO_SYSTEM_PROMPT) and not self._ask_unproven:
+            return True
         found = self._sampled[counter]
         explained = float(found.compared - found.differ)
         if found.tried:
@@ -225,6 +251,8 @@ class PromptCheck:
         """What was found of a counter; empty: nothing to tell."""
         title, sampled = f"prompt tokens of {name}", self._sampled[name]
         more = f"; {found.redacted:,} not compared, as something in them was redacted" if found.redacted else ""
+        if name.endswith(NO_SYSTEM_PROMPT):
+            more += "; LiteLLM logs no system prompt that was sent as blocks"
         if sampled.compared and not self._counts_our_tokens(name):
             least, most = sampled.least, sampled.most
             return (

@@ -14,6 +14,7 @@ from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from .conversation import (
+    NO_SYSTEM_PROMPT,
     ROLES,
     Conversation,
     Engine,
@@ -24,7 +25,7 @@ from .conversation import (
     turn_ends,
 )
 from .logs.anthropic import BILLING_HEADER
-from .logs.chat import MOST_TOKENS, LeftOut, Timing, body_of, decoded
+from .logs.chat import MOST_TOKENS, SYSTEM_UNKNOWN, LeftOut, Timing, body_of, decoded, is_system_prompt
 from .logs.parsing import number, seconds
 from .served_request import (
     LIMIT_FIELDS,
@@ -68,8 +69,6 @@ _MEDIA: dict[Shape, tuple[str, ...]] = {
 }
 """Fields beside a conversation that hold what its text has marks for (`<image>`), by shape; the first also those of a
 message."""
-_SYSTEM = ("system", "system_prompt")
-"""Fields beside a plain conversation that hold its system prompt."""
 _SHAREGPT_ROLES: dict[str, str] = {
     "human": "user",
     "gpt": "assistant",
@@ -223,7 +222,7 @@ def parse(
         ):
             raise LeftOut(where, "messages in an unread form")
         labels = (source.domain_field, source.group_field)
-        messages = _with_system(messages, {name: line.get(name) for name in _SYSTEM if name not in labels}, where)
+        messages = _with_system(messages, {name: line[name] for name in line if name not in labels}, inner, where)
 
     # 3) All other fields, each checked by itself.
     sampling, given, limit = draws_of(lookup, engine, timing is not None, where)
@@ -431,15 +430,29 @@ def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str |
     return (parts[0] if len(parts) == 1 else parts), others
 
 
-def _with_system(messages: list[Message], beside: Mapping[str, Any], where: str) -> list[Message]:
-    """Messages of a plain conversation with the system prompt that stands `beside` it. One that they begin with counts,
-    as for LLaMA-Factory. Raises LeftOut for a prompt that is no text."""
-    system = next((value for value in beside.values() if value), None)
-    if system is None or messages[0].role in ("system", "developer"):
+def _with_system(
+    messages: list[Message], beside: Mapping[str, Any], request: Mapping[str, Any], where: str
+) -> list[Message]:
+    """Messages of a plain conversation with the system prompt that stands `beside` it, under any spelling of its name.
+    One that they begin with counts, as for LLaMA-Factory. Raises LeftOut for a prompt that is no text, for several, for
+    what may be one (`instructions`), and for one in a `request`, which engines pass over there."""
+    if messages[0].role in ("system", "developer"):
         return messages
-    if not isinstance(system, str):
+    found, asked = ([of[name] for name in of if _is_system(name) and of[name]] for of in (beside, request))
+    texts = {value.strip() for value in found if isinstance(value, str)}
+    if asked and asked != found:
+        raise LeftOut(where, "settings beside the request")
+    if (
+        len(texts) > 1
+        or not all(isinstance(value, str) for value in found)
+        or (not found and beside.get("instructions"))
+    ):
         raise LeftOut(where, "messages in an unread form")
-    return [Message(role="system", content=system), *messages] if system.strip() else messages
+    return [Message(role="system", content=found[0]), *messages] if any(texts) else messages
+
+
+def _is_system(name: str) -> bool:
+    return name == "system" or is_system_prompt(name)
 
 
 def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
@@ -553,7 +566,8 @@ def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, wh
 def _counter(source: FileSource | DatasetSource | TargetSource, lookup: Lookup) -> str:
     model = lookup("model") or lookup("provided_model_name")  # the latter in Langfuse's exports
     streamed = ", streamed" if lookup("stream") is True else ""
-    return f"{source.kind}{f', model {model}' if isinstance(model, str) and model else ''}{streamed}"
+    lacking = NO_SYSTEM_PROMPT if lookup(SYSTEM_UNKNOWN) is True else ""
+    return f"{source.kind}{f', model {model}' if isinstance(model, str) and model else ''}{streamed}{lacking}"
 
 
 def _digest(value: Any) -> str:

@@ -442,6 +442,10 @@ class CaptureSettings(_Section):
     too_long: Literal["error", "skip"] = "error"
     """A prompt that leaves no room for an answer in the target's context: stop, or leave the turn out.
     A dialogue whose generated answers outgrow the context ends there; the manifest lists what was left out."""
+    ask_unproven: bool = False
+    """Ask also prompts that no log shows to be the served ones, where that is in doubt: vLLM has code in place of the
+    target's chat template (gpt-oss, DeepSeek V3.2, Mistral's tokenizers, …), or the log may lack the system prompt
+    (LiteLLM's of `/v1/messages`). Absent: they are left out."""
     answers: Path | None = None
     """Answers that this target gave before (`draftforge capture --answers-to`): they are not drawn anew."""
     backend: Backend = TransformersBackend()
@@ -472,4 +476,6 @@ class CaptureSettings(_Section):
     def identity(self) -> dict[str, Any]:
         """Settings that decide the content: all but batch size, budget, and where recorded answers and servers are."""
         own = self.model_dump(mode="json", exclude={"batch_size", "answers", "backend", "budget"})
+        if not self.ask_unproven:  # as in captures before there was a choice
+            del own["ask_unproven"]
         return own if self.engine is None else own | {"backend": self.engine.identity()}

@@ -63,8 +63,9 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
 
     # 2) What is told of each: the prompt, how it is answered, where it was logged, and what was changed.
     tokenizer = load_target_tokenizer(recipe.target)
-    check = PromptCheck(tokenizer, mix)
-    for line in (rendered_by_vllm(recipe.target), *check.lines(sampled=True)):
+    own_code = rendered_by_vllm(recipe.target)
+    check = PromptCheck(tokenizer, mix, own_code is not None, recipe.capture.ask_unproven)
+    for line in (own_code, *check.lines(sampled=True)):
         if line is not None:
             say(line)
     context = context_length(recipe.target)

@@ -390,8 +390,9 @@ def rendered_by_vllm(settings: TargetSettings) -> str | None:
     if found is None and any(_present(source.folder, _MISTRAL_TOKENIZERS)):
         found = "models with Mistral's own tokenizer"
     return found and (
-        f"target.model: vLLM makes prompts of {found} by code of its own, and not by the chat template: what its log "
-        "holds may have been asked otherwise, which shows where it has each prompt or the number of its tokens"
+        f"target.model: vLLM makes prompts of {found} by code of its own, and not by the chat template: turns of which "
+        "no log shows the same prompt, by its text or the number of its tokens, are left out, unless "
+        "capture.ask_unproven is true (where its server took the chat template, say)"
     )
 
 

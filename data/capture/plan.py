@@ -143,7 +143,9 @@ class Prompts:
             conversations = list(
                 {turn.conversation.id: turn.conversation for s in shards for turn in s.answers}.values()
             )
-        self.check = PromptCheck(target.tokenizer, conversations)
+        self.check = PromptCheck(
+            target.tokenizer, conversations, target.rendered_by_vllm is not None, settings.ask_unproven
+        )
         # Several sampling settings ask the same turn, so each is rendered once and kept as 4 bytes a token.
         turns = {(turn.conversation.id, turn.turn.index): turn for shard in shards for turn in shard.answers}
         for key, turn in track(turns.items(), "Rendering prompts", unit="prompts"):
@@ -224,8 +226,8 @@ def check_domains(shards: Sequence[ShardPlan], prompts: Prompts, may_be_unanswer
     if lost:
         raise InputError(
             f"capture: no turn of {', '.join(map(repr, lost))} can be asked: the target's chat template refuses them, "
-            "or makes other prompts than the logged ones, or its context is too short; a domain that may end so must "
-            "stand in mix.may_be_unanswered"
+            "or makes other prompts than the logged ones, or its context is too short, or no log shows that they were "
+            "served so (capture.ask_unproven asks these); a domain that may end so must stand in mix.may_be_unanswered"
         )
 
 

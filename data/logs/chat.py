@@ -1,7 +1,7 @@
 """Log entries, and what the readers of all chat logs share: request bodies, encoded fields, labels."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -28,7 +28,9 @@ Reason = Literal[
     "reasoning effort in an unread form",
     "tools without their definitions",
     "settings beside the request",
+    "system prompt that the log may lack",
     "logged twice",
+    "several requests of one id at once",
     "Messages API of SGLang",
     "chat template of its own",
     "reserved template argument",
@@ -46,6 +48,8 @@ Reason = Literal[
 """Reasons why a log line gives no conversation. Such lines are counted and are no error."""
 
 
+SYSTEM_UNKNOWN = "system_prompt_unknown"
+"""Field of a line whose request may have had a system prompt that is not logged."""
 RESPONSES = ("response", "response_body", "responseBody")
 """Names under which proxies log a response."""
 
@@ -174,18 +178,43 @@ def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in {**request, **extra}.items() if name != "extra_body"}
 
 
-def settings_beside(request: Mapping[str, Any], around: Any, depth: int = 3) -> bool:
-    """Whether tools or template arguments stand in an object around a request that names none of its own: nothing
-    tells whether its prompt was made with them."""
+def settings_beside(request: Mapping[str, Any], body: Any, *around: Any) -> bool:
+    """Whether tools, template arguments or a system prompt stand beside a request that names none of its own: nothing
+    tells whether its prompt was made with them.
+
+    `body`: the request as it was logged, whose own fields engines take, or pass over as far as they are no system
+    prompt; `around`: objects around it.
+    """
+    inside = {name: value for name, value in body.items() if name not in _SHAPING} if isinstance(body, Mapping) else {}
+    messages = request.get("messages")
+    said = [str(one.get("role")) for one in messages if isinstance(one, Mapping)] if isinstance(messages, list) else []
+    arguments = request.get("chat_template_kwargs")
+    named = {
+        name for name, value in {**(arguments if isinstance(arguments, Mapping) else {}), **request}.items() if value
+    }
+    named |= {_SYSTEM} if {"system", "developer"}.intersection(said) else set()
+    return any(_beside(named, each, _DEPTH) for each in (inside, *around))
+
+
+def _beside(named: Collection[str], around: Any, depth: int) -> bool:
     for name, found in around.items() if isinstance(around, Mapping) else ():
         if name in _TAKEN:
             continue
         value = decoded(found)
-        if not request.get(name) and name in _SHAPING and _SHAPING[name](value):
+        if name not in named and name in _SHAPING and _SHAPING[name](value):
             return True
-        if depth and settings_beside(request, value, depth - 1):
+        # Instructions that stand deeper may be anyone's.
+        system = is_system_prompt(name) or (name == "instructions" and depth == _DEPTH)
+        if system and _SYSTEM not in named and value and isinstance(value, str | list | dict):
+            return True
+        if depth and _beside(named, value, depth - 1):
             return True
     return False
+
+
+def is_system_prompt(name: str) -> bool:
+    """Whether a field's name says that it holds a system prompt, in any spelling; `system` alone may be any system."""
+    return name.lower().replace("_", "").removesuffix("s") in ("systemprompt", "systemmessage", "systeminstruction")
 
 
 def _are_tools(value: Any) -> bool:
@@ -203,8 +232,14 @@ def _is_tool(value: Any) -> bool:
 _SHAPING: dict[str, Callable[[Any], bool]] = {
     "tools": _are_tools,
     "chat_template_kwargs": lambda value: isinstance(value, Mapping) and bool(value),
+    "reasoning_effort": lambda value: isinstance(value, str | int | float) and value not in ("", False),
+    "enable_thinking": lambda value: isinstance(value, bool),
+    "chat_template": lambda value: isinstance(value, str) and "{" in value,
+    "continue_final_message": lambda value: value is True,
+    "add_generation_prompt": lambda value: value is False,
 }
 """Fields of a request that shape its prompt, and whether a value is one of theirs."""
+_SYSTEM, _DEPTH = "system", 3
 _TAKEN = ("messages", "input", "output", "model_parameters", "modelParameters", *RESPONSES)
 """What a model read and wrote, and settings that readers take: never searched for others."""
 

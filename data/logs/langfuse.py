@@ -62,7 +62,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     # 4) The messages and the answer, where they are text.
     if reason is None and (mark := _replaced(request["messages"])):
         reason = "text cut by the log" if mark == _CUT else "message part that is not text"
-    if reason is None and any(settings_beside(request, around) for around in (value, given)):
+    if reason is None and settings_beside(request, given, value):
         reason = "settings beside the request"
     if reason is None:
         line |= {"request": request, "messages": with_answer(request["messages"], _answer(value.get("output")))}

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from ...errors import InputError
 from . import anthropic
-from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, settings_beside, with_answer
+from .chat import SYSTEM_UNKNOWN, Entry, Reason, Timing, body_of, count, decoded, labels, settings_beside, with_answer
 from .parsing import seconds
 from .response import answer_of, failed, is_error, response_of, tells_failure
 
@@ -31,10 +31,11 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     request = body_of(parameters if isinstance(parameters, dict) else {}) | {"messages": messages}
     if payload.get("stream") is True:  # tells who counted the tokens
         request["stream"] = True
-    reason = _reason(payload, request, response)
+    reason, lacking = _reason(payload, request, response), False
     if reason is None:
+        lacking = _may_lack_system(payload, request)
         request, reason = _chat_request(payload, request, engine)
-    if reason is None and settings_beside(request, payload):
+    if reason is None and settings_beside(request, parameters, payload):
         reason = "settings beside the request"
 
     # Labels; a trace is a thread.
@@ -42,12 +43,18 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     if payload.get("trace_id"):
         line.setdefault("group", payload["trace_id"])
 
+    # A system prompt that was sent as blocks leaves no trace but the number of tokens.
+    timing = _timing(payload)
+    if reason is None and lacking:
+        line[SYSTEM_UNKNOWN] = True
+        reason = None if timing.prompt_tokens else "system prompt that the log may lack"
+
     # The request and its answer, unless the answer alone was redacted.
     if reason is None:
         answer = None if _holds(response, _REDACTED) else answer_of(response)
         line |= {"request": request, "messages": with_answer(request["messages"], answer)}
     cached = payload.get("cache_hit") in (True, "True")  # no engine saw it
-    yield Entry(where, line, reason, _timing(payload), in_flight=not cached)
+    yield Entry(where, line, reason, timing, in_flight=not cached)
 
 
 def _reason(payload: Mapping[str, Any], request: Mapping[str, Any], response: Any) -> Reason | None:
@@ -103,6 +110,16 @@ def _chat_request(
     if provider == "hosted_vllm" and isinstance(tools := decoded(request.get("tools")), list):
         found["tools"] = _without_strictness(tools)
     return found, None
+
+
+def _may_lack_system(payload: Mapping[str, Any], request: Mapping[str, Any]) -> bool:
+    """Whether a call of the Messages API may have had a system prompt that is not logged: LiteLLM (1.110) logs texts
+    alone, in front of the messages, and no blocks."""
+    if payload["call_type"] != "anthropic_messages":
+        return False
+    first = request["messages"][0]
+    logged = payload.get("system_prompt") is not None or request.get("system") is not None
+    return not logged and not (isinstance(first, Mapping) and first.get("role") == "system")
 
 
 def _same_either_way(body: Mapping[str, Any]) -> bool:

@@ -50,9 +50,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         path.endswith("/messages") or (not path and anthropic.is_request(request, is_of_messages_api(response)))
     ):
         request, reason = anthropic.request_of(request, engine)
-    # Around a bare body all else is its own, but for a request that stands in it.
-    around = {name: item for name, item in envelope.items() if name not in _REQUESTS} if envelope else value
-    if reason is None and settings_beside(request, around):
+    around = {name: item for name, item in envelope.items() if name not in _REQUESTS}
+    if reason is None and settings_beside(request, body, around):
         reason = "settings beside the request"
     if body is None or reason is not None:
         yield Entry(where, labels(value), reason or "answer without its request", timing)

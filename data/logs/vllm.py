@@ -29,6 +29,8 @@ _ISO = re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?
 _MONTH_DAY = re.compile(r"(\d\d)-(\d\d) (\d\d):(\d\d):(\d\d)(?:[.,](\d+))?")
 _NO_TEXT = re.compile(r"\[tool_calls: .*\]|<streaming_complete: \d+ tokens>", re.DOTALL)
 """What is logged in place of an answer's text."""
+_LIMITS = re.compile(r"(?:, )?\b(?:max_tokens|seed)=[^,)]*")
+_PROCESS = re.compile(r"\(\w+ pid=\d+\) ")
 _MOST_WAITING = 4096  # a log without outputs never shows that a request ended
 _MOST_PARTED = 4  # requests of one id between whose two lines others may stand
 _LEAP_YEAR = 2000
@@ -43,15 +45,27 @@ class _Request:
     server: str
     started: float | None
     dated: bool
+    process: str
     received: list[str] = field(default_factory=list)
     """Of the lines that show it: `Received request`, and the one with its prompt."""
     has_params: bool = False
     """Whether the first of them was read; `has_details`: the other one."""
     has_details: bool = False
+    parted: bool = False
+    """Whether its lines came while another request of its id waited for one of its own, which may be one of these."""
+    mixed: bool = False
+    """Whether those have other settings."""
+    settings: str = ""
+    """Of the line that shows them, without the limit, which is what the prompt left where there was none."""
     answered: list[str] = field(default_factory=list)
     """Of the lines that show its answer."""
     ended: float | None = None
     left_out: Reason | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all lines that show it were read."""
+        return self.has_params and self.has_details
 
     def entry(self) -> Entry:
         # 1) The answer, in the last of its lines, and its ids, in any.
@@ -63,6 +77,8 @@ class _Request:
 
         # 2) The conversation needs a prompt that can be taken apart; times count without one too.
         rendered = self.left_out or ("text cut by the log" if self._is_cut() else _rendered(shown))
+        if self.mixed and isinstance(rendered, Rendered):
+            rendered = "several requests of one id at once"
         if not isinstance(rendered, Rendered):
             return Entry(self.where, {}, rendered, timing, dated=self.dated)
         answer = literal(answers[-1].get("output")) if answers else None
@@ -120,7 +136,9 @@ class VllmReader:
         if kind == "Request" and form != "details":
             yield from self._ended(where, server, name, form == "failed")
         elif kind in ("Received request", "Request"):
-            yield from self._received(where, server, name, kind, rest, when, dated)
+            # Of several API servers in one log, each writes both lines of its requests.
+            process = prefix[0] if (prefix := _PROCESS.search(before)) else ""
+            yield from self._received(_Request(where, server, when, dated, process), name, kind, rest)
         elif form is None or "delta" not in form:
             yield from self._answered(where, server, name, rest, when, dated, "details" in (form or ""))
 
@@ -128,21 +146,32 @@ class VllmReader:
         yield from [request for requests in self._waiting.values() for request in requests]
         self._waiting.clear()
 
-    def _received(
-        self, where: str, server: str, name: str, kind: str, rest: str, when: float | None, dated: bool
-    ) -> Iterator[JoinedLines]:
+    def _received(self, new: _Request, name: str, kind: str, rest: str) -> Iterator[JoinedLines]:
+        """Add a line to the request of its id that lacks it, or begin a `new` one with it."""
         # 1) A request has each of two lines once: another one of the same kind and id begins another request.
-        waiting = self._waiting.setdefault((server, name), [])
+        waiting = self._waiting.setdefault((new.server, name), [])
         has = "has_params" if kind == "Received request" else "has_details"
-        request = next((one for one in waiting[-_MOST_PARTED:] if not getattr(one, has)), None)
+        here = [one for one in waiting if one.process == new.process]
+        request = next((one for one in here[-_MOST_PARTED:] if not getattr(one, has)), None)
         if request is None:
-            request = _Request(where, server, when, dated)
+            request = new
             waiting.append(request)
+            here.append(request)
             self._count += 1
         setattr(request, has, True)
         request.received.append(rest)
+        if has == "has_params":
+            request.settings = _LIMITS.sub("", rest)
+            request.has_details |= rest.startswith("prompt: ")  # older versions write one line
 
-        # 2) The oldest one is given up, without an end.
+        # 2) Of several that wait for their second line nothing tells whose it is, unless all have the same settings.
+        halves = [one for one in here[-_MOST_PARTED:] if one is request or not one.whole]
+        parted = [one for one in here if one.parted or (len(halves) > 1 and one in halves)]
+        for one in parted:
+            one.parted = True
+            one.mixed = len({other.settings for other in parted if other.has_params}) > 1
+
+        # 3) The oldest one is given up, without an end.
         if self._count > _MOST_WAITING:
             oldest = next(iter(self._waiting))
             yield self._take(oldest, 0)

@@ -105,6 +105,47 @@ def test_what_a_log_lost_shows_by_the_number_of_tokens(
         assert f"; {least:+} to {most:+} tokens), as of another tokenizer or template, or where the" in told[name]
 
 
+def test_what_may_have_had_another_prompt_is_asked_where_the_log_shows_the_same_one(
+    tmp_path: Path, tokenizer: Any, length: Callable[..., int]
+) -> None:
+    """LiteLLM's calls without a system prompt, and targets whose prompts vLLM makes by other code. All calls may
+    have had one, so that its numbers are compared however few agree."""
+    texts = {f"question {i} of {'many ' * i}words": i for i in range(8)}
+    redacted = "write to ann@example.org"
+    calls = [
+        {"call_type": call, "model": "m", "messages": say(f"{call} {text}"), "prompt_tokens": tokens}
+        for call in ("anthropic_messages", "acompletion")
+        for text, i in {**texts, redacted: 0}.items()
+        for tokens in [length(say(f"{call} {text}")) + (40 if i else 0)]
+    ]
+    fill = [{"call_type": "acompletion", "messages": say(f"word{i} word{i * 7} word{i * 13}")} for i in range(60)]
+    write_lines(tmp_path / "log.jsonl", *map(json.dumps, [*calls, *fill]))
+    source = {"kind": "litellm", "path": "log.jsonl", "domain": "d"}
+    build_mix(MixSettings.model_validate({"sources": [source], "near_threshold": 1.0}), tmp_path, tmp_path / "mix")
+    mix = load_mix(tmp_path / "mix")
+
+    def asked(*settings: bool) -> dict[str, set[str]]:
+        check = PromptCheck(tokenizer, mix, *settings)
+        found: dict[str, set[str]] = {"anthropic": set(), "acompletion": set(), "word": set()}
+        for one in mix:
+            (turn,), text = turns(one), one.messages[0].text
+            name = next(name for name in found if text.startswith(name))
+            if check.refusal(one, turn.index) is None:
+                found[name].add(text.split(" ")[2] if name != "word" else text)
+        return found
+
+    # Most have a part that the log lacks: of calls that may lack one, those that are shown to have none stay.
+    every, fillers = {*"01234567", "to"}, {" ".join(f"word{i * n}" for n in (1, 7, 13)) for i in range(60)}
+    assert asked() == {"anthropic": {"0"}, "acompletion": every, "word": fillers}
+    assert asked(True) == {"anthropic": {"0"}, "acompletion": set(), "word": set()}
+    assert asked(True, True) == asked(False, True) == {"anthropic": every, "acompletion": every, "word": fillers}
+    line = next(line for line in PromptCheck(tokenizer, mix).lines(sampled=True) if "without a system prompt" in line)
+    assert (
+        "7 of 8 requests have another number than logged" in line
+        and "LiteLLM logs no system prompt that was sent as blocks" in line
+    )
+
+
 def test_each_turn_of_a_thread_has_the_time_and_the_prompt_of_its_own_request(
     tmp_path: Path, tokenizer: Any, length: Callable[..., int]
 ) -> None:

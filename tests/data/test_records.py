@@ -106,14 +106,23 @@ BESIDE: dict[Shape, dict[str, Any]] = {
 def test_a_system_prompt_beside_a_plain_conversation_stands_in_front_of_it(shape: Shape) -> None:
     """That of the conversation itself wins, as in LLaMA-Factory's `SharegptDatasetConverter`."""
     line = BESIDE[shape]
-    for name in ("system", "system_prompt"):
+    for name in (
+        "system",
+        "system_prompt",
+        "systemPrompt",
+        "system_message",
+        "systemInstruction",
+        "system_instructions",
+    ):
         for system, shown_first in (("s", [("system", "s")]), ("", []), (" ", []), (None, [])):
             assert shown(read({**line, name: system}, shape)) == [*shown_first, ("user", "Hi")]
         with pytest.raises(LeftOut, match="messages in an unread form"):
             read({**line, name: ["s"]}, shape)
-        # A label is none, and neither is a field of a request, which engines pass over.
+        # A label is none. Engines pass over such a field of a request: nothing tells whether it was sent.
         assert shown(read({**line, name: "s"}, shape, group_field=name)) == [("user", "Hi")]
-        assert shown(read({**line, "request": {name: "s"}}, shape)) == [("user", "Hi")]
+        for beside in ({"request": {name: "s"}}, {"systemPrompt": "t", "system": "u"}, {"instructions": "s"}):
+            with pytest.raises(LeftOut):
+                read({**line, **beside}, shape)
 
 
 def test_a_conversations_own_system_prompt_wins_over_that_beside_it() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 from datetime import UTC, datetime
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_vllm_requests_that_share_an_id_are_requests_of_their_own(tmp_path: Path
     prompts = ["a", "b", "c", "d"]
     alone = [line for prompt in prompts for line in started("s", asked(prompt))]
     answered = [line for prompt in prompts for line in (*started("s", asked(prompt)), *ended("s", prompt.upper()))]
-    (details_1, params_1), (details_2, params_2) = started("s", asked("a")), started("s", asked("b"), temperature=0.5)
+    (details_1, params_1), (details_2, params_2) = started("s", asked("a")), started("s", asked("b"), max_tokens=7)
     parted = [details_1, details_2, params_1, params_2, *ended("s", "?"), *ended("s", "?")]
     again = [*started("s", asked("a")), *started("s", asked("a")), *ended("s", "A")]
     for lines, talks in (
@@ -200,8 +201,27 @@ def test_vllm_requests_that_share_an_id_are_requests_of_their_own(tmp_path: Path
         read = read_log(write_lines(tmp_path / "v.log", *lines), "vllm")
         assert read.talks == talks and read.counts.read == len(lines)
     read = read_log(write_lines(tmp_path / "v.log", *parted), "vllm")
-    assert [record.sampling and record.sampling.temperature for record in read.records] == [0.0, 0.5]
     assert read.counts.left_out["answer without its request"] == 2
+
+
+def test_vllm_requests_of_one_id_whose_settings_may_be_each_others_are_left_out(tmp_path: Path) -> None:
+    cold = started("s", asked("cold"), max_tokens=5)
+    hot = started("s", asked("hot"), temperature=0.5, max_tokens=6)
+    around = [*started("s", asked("before"), temperature=0.7), *ended("s", "."), *started("t", asked("other"))]
+    for order in permutations(range(4)):
+        if order[0] % 2 != order[1] % 2:
+            continue  # each pair of lines looks like a request
+        lines = [(*cold, *hot)[i] for i in order]
+        read = read_log(write_lines(tmp_path / "v.log", *around, *lines, *started("s", asked("last"))), "vllm")
+        assert [talk[0][1] for talk in read.talks] == ["before", "other", "last"]
+        assert read.counts.left_out["several requests of one id at once"] == 2
+    # The process that wrote a line tells them apart.
+    for order in permutations(range(4)):
+        lines = [("(APIServer pid=7) " if i < 2 else "(APIServer pid=8) ") + (*cold, *hot)[i] for i in order]
+        read = read_log(write_lines(tmp_path / "v.log", *around, *lines), "vllm")
+        drawn = {talk[0][1]: (one.sampling, one.max_new_tokens) for talk, one in zip(read.talks, read.records)}
+        assert drawn["cold"] == (SamplingSettings(temperature=0.0), 5)
+        assert drawn["hot"] == (SamplingSettings(temperature=0.5), 6)
 
 
 def test_vllm_requests_that_fail_are_left_out_and_those_given_up_were_asked(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def test_litellm_payloads() -> None:
 
 def payload(**fields: Any) -> str:
     asked = [{"role": "user", "content": "Hi"}]
-    return json.dumps({"call_type": "anthropic_messages", "status": "success", "messages": asked, **fields})
+    own = {"call_type": "anthropic_messages", "status": "success", "prompt_tokens": 9}
+    return json.dumps({**own, "messages": asked, **fields})
 
 
 BLOCKS = [{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "brief."}]
@@ -72,6 +73,26 @@ def test_litellm_system_prompts_of_the_messages_api(tmp_path: Path, fields: dict
     """As blocks they stand beside the messages alone; as text also among them, and count once."""
     read = read_log(write_lines(tmp_path / "l.jsonl", payload(**fields)), "litellm")
     assert read.talks == [[("system", "Be brief."), ("user", "Hi")]]
+
+
+def test_litellm_calls_of_the_messages_api_without_a_logged_system_prompt_need_a_number_of_tokens(
+    tmp_path: Path,
+) -> None:
+    """It logs none that was sent as blocks; what was logged, and chat completions, need none."""
+    first = {"role": "system", "content": ""}
+    for fields, counter in (
+        ({}, "litellm, model m, without a system prompt"),
+        ({"prompt_tokens": 0}, None),
+        ({"prompt_tokens": None}, None),
+        ({"model_parameters": {"system": "s"}, "prompt_tokens": 3}, "litellm, model m"),
+        ({"messages": [first, {"role": "user", "content": "Hi"}]}, "litellm, model m"),
+        ({"call_type": "acompletion"}, "litellm, model m"),
+    ):
+        lines = [payload(model="m", **fields), payload(call_type="completion", model="other")]
+        read = read_log(write_lines(tmp_path / "l.jsonl", *lines), "litellm")
+        assert [one.counter for one in read.records][:-1] == ([] if counter is None else [counter])
+        lacking = read.counts.left_out.get("system prompt that the log may lack", 0)
+        assert lacking == (counter is None)
 
 
 def test_litellm_tools_and_answers_of_the_messages_api(tmp_path: Path) -> None:
@@ -213,7 +234,7 @@ def test_litellm_chat_completions_lose_their_marks_and_an_assistants_parts(tmp_p
 
 
 def test_labels_do_not_pass_for_fields_of_the_request(tmp_path: Path) -> None:
-    odd = {"temperature": 0, "max_tokens": 5, "chat_template": "x", "reasoning_effort": "high", "team": "shop"}
+    odd = {"temperature": 0, "max_tokens": 5, "chat_template": "x", "documents": "x", "team": "shop"}
     line = payload(call_type="acompletion", metadata=odd, model_parameters={"top_p": 0.5})
     (record,) = read_log(write_lines(tmp_path / "l.jsonl", line), "litellm", domain=None, domain_field="team").records
     assert record.domain == "shop" and record.max_new_tokens is None and record.template_args == {}

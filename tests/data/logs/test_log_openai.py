@@ -180,6 +180,8 @@ def test_what_stands_around_a_body_tells_which_api_served_it(
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 FLAT: dict[str, Any] = {"name": "look", "input_schema": {}}
+EFFORT, SAID = {"reasoning_effort": "high"}, {"role": "developer", "content": "Be brief."}
+SYSTEM = ("systemPrompt", "system_prompt", "instructions", "system_instruction", "systemInstruction", "SystemMessage")
 
 
 @pytest.mark.parametrize(
@@ -194,6 +196,26 @@ FLAT: dict[str, Any] = {"name": "look", "input_schema": {}}
         ({"request": {"messages": [USER], "tools": TOOLS}, "params": {"tools": TOOLS}}, False),
         ({"request": {"messages": [USER]}, "tools": ["look"], "metadata": {"tools": [{"name": "look"}]}}, False),
         ({"request": {"messages": [USER]}, "response": {"choices": [], "tools": TOOLS}}, False),
+        ({"request": {"messages": [USER]}, "reasoning_effort": "high"}, True),
+        ({"request": {"messages": [USER]}, "metadata": {"params": {"reasoning_effort": "none"}}}, True),
+        ({"request": {"messages": [USER], "reasoning_effort": "low"}, "reasoning_effort": "high"}, False),
+        (
+            {"request": {"messages": [USER], "chat_template_kwargs": {"a": 1, "reasoning_effort": "low"}}, **EFFORT},
+            False,
+        ),
+        ({"request": {"messages": [USER]}, "reasoning_effort": None, "params": {"reasoning_effort": ""}}, False),
+        ({"messages": [USER], "reasoning_effort": "high"}, False),
+        ({"messages": [USER], "system": "s", "reasoning_effort": "high"}, False),  # the endpoint passes over it
+        ({"request": {"messages": [USER]}, "params": {"enable_thinking": False}}, True),
+        ({"request": {"messages": [USER]}, "continue_final_message": True}, True),
+        ({"request": {"messages": [USER]}, "add_generation_prompt": True}, False),
+        *(({"request": {"messages": [USER], name: "Be brief."}}, True) for name in SYSTEM),
+        *(({"messages": [USER], name: "Be brief."}, True) for name in SYSTEM),
+        *(({"request": {"messages": [USER]}, name: [{"text": "Be brief."}]}, True) for name in SYSTEM),
+        *(({"request": {"messages": [SAID, USER]}, name: "Be brief."}, False) for name in SYSTEM),
+        *(({"request": {"messages": [USER]}, name: ""}, False) for name in SYSTEM),
+        ({"request": {"messages": [USER]}, "config": {"generation": {"systemInstruction": "Be brief."}}}, True),
+        ({"request": {"messages": [USER]}, "ticket": {"instructions": "Call back."}, "system": "eu-1"}, False),
     ],
 )
 def test_settings_that_stand_beside_the_request_leave_it_out(line: dict[str, Any], told: bool) -> None:
