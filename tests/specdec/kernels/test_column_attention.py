@@ -44,7 +44,8 @@ def gradients_plainly(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
         # Sums over the heads that share a key.
         for into, weights, read in ((grads[1], slope, query), (grads[2], share, grad)):
             every = torch.einsum("hlp,lhd->phd", weights, read[at])
-            into[to] = torch.stack(every.split(query.shape[1] // key.shape[1], 1)).sum(2).transpose(0, 1)
+            heads = (key.shape[1], query.shape[1] // key.shape[1])
+            into[to] = every.view(len(every), *heads, every.shape[2]).sum(2)
     return grads
 
 
