@@ -1,8 +1,8 @@
 """Estimates of a long stage's time and disk: said when it starts or as soon as there is one, compared at its end.
 
-The last stage of the same kind in the work folder, made under the same conditions, tells the pace (`estimates.json`).
-Without one the stage's own beginning does, once it has run for a while. Both count as constant: twice the work takes
-twice the time and the disk.
+The last stage of the same kind in the work folder, made under the same conditions, tells the pace (`estimates.json`):
+twice the work takes twice the time and the disk. Without one the stage's own beginning does, once it has run for a
+while. A stage whose pace turns out to be another one says so: its first epoch fills a cache, or the host is busy.
 """
 
 import time
@@ -20,7 +20,8 @@ from ..progress import say
 from .workspace import Workspace
 
 ESTIMATES_FILE = "estimates.json"
-_FIRST_SECONDS = 20.0  # of a stage, before its own beginning tells its pace
+_FIRST_SECONDS = 20.0  # of a stage, before its own pace is looked at; then at 40, 80, 160, …
+_ANOTHER_PACE = 1.5  # times as long, or as short, as was said: it is said anew
 
 
 class Work(NamedTuple):
@@ -61,8 +62,13 @@ class StageEstimate:
         self._root, self._stage, self._work, self._folder, self._clock = root, stage, work, folder, clock
         self._like = like
         self._start, self._before = clock(), size_on_disk(folder)
-        self.needs: Needs | None = None
+        self._look_at, self._seconds_seen, self._share_seen = _FIRST_SECONDS, 0.0, 0.0
+        self._said: list[Needs] = []
+
+    @property
+    def needs(self) -> Needs | None:
         """What it is expected to take; None: not known yet."""
+        return self._said[-1] if self._said else None
 
     def begin(self) -> None:
         """Say what the stage will take by the last one of its kind, if there is one."""
@@ -80,26 +86,41 @@ class StageEstimate:
         needs = Needs(self._work.amount * seconds / amount, self._work.amount * size / amount)
         self._expect(needs, f"{last.get('folder')}: {rate_text(amount, seconds, self._work.unit)}")
 
-    def reached(self, share: float) -> None:
-        """Take note of the share of the work that is done, between 0 and 1; without an estimate, one is made of it."""
+    def reached(self, share: float, size: float = 0.0) -> None:
+        """Take note of the share of the work that is done, between 0 and 1, and of the bytes that all of it will write,
+        where that is known: an estimate is made of them, or mended."""
+        # 1) Before the first look the newest beginning counts: what was done until then is not done again.
         taken = self._clock() - self._start
-        if self.needs is None and taken >= _FIRST_SECONDS and 0 < share < 1:
-            size = size_on_disk(self._folder) - self._before
-            self._expect(Needs(taken / share, size / share), f"its first {duration_text(taken)}, {share:.1%} of it")
+        if taken < self._look_at:
+            if not self._share_seen:
+                self._seconds_seen, self._share_seen = taken, share
+            return
+        if not self._share_seen < share < 1:
+            return
+        # 2) The rest at the pace since the last look.
+        pace = (taken - self._seconds_seen) / (share - self._share_seen)
+        needs = Needs(taken + pace * (1 - share), size or (self.needs.bytes if self.needs else 0))
+        why = f"its own pace, {share - self._share_seen:.1%} in {duration_text(taken - self._seconds_seen)}"
+        self._look_at, self._seconds_seen, self._share_seen = 2 * taken, taken, share
+        # 3) Said where nothing was said, or something else.
+        if self.needs is None:
+            self._expect(needs, why)
+        elif not 1 / _ANOTHER_PACE < needs.seconds / self.needs.seconds < _ANOTHER_PACE:
+            self._expect(needs, why, "now ")
 
     def end(self) -> None:
         """Compare the estimate with what the stage took, and keep that for the next one of its kind."""
         took = Needs(self._clock() - self._start, max(size_on_disk(self._folder) - self._before, 0))
-        if self.needs is not None:
-            say(f"{self._stage}: estimated {self.needs}; took {took}")
+        if self._said:
+            say(f"{self._stage}: estimated {', then '.join(map(str, self._said))}; took {took}")
         record = {**self._work._asdict(), **took._asdict(), "folder": self._folder.name, "at": time.time()}
         storage.write_json(self._root / ESTIMATES_FILE, self._known() | {self._stage: record})
 
-    def _expect(self, needs: Needs, why: str) -> None:
-        self.needs = needs
+    def _expect(self, needs: Needs, why: str, now: str = "") -> None:
+        self._said.append(needs)
         free = f" ({storage.size_text(storage.free_bytes(self._root))} free)" if needs.bytes else ""
         work = f"{self._work.amount:,.0f} {self._work.unit}"
-        say(f"{self._stage}: {work}, estimated {needs}{free}, by {why}")
+        say(f"{self._stage}: {work}, estimated {now}{needs}{free}, by {why}")
 
     def _known(self) -> dict[str, dict[str, Any]]:
         """What earlier stages took, by name. A damaged file is said, and begun anew."""
@@ -116,7 +137,7 @@ class StageEstimate:
 @contextmanager
 def estimated(
     space: Workspace, stage: str, work: Callable[[], Work], folder: Path, like: str = ""
-) -> Iterator[Callable[[float], None]]:
+) -> Iterator[Callable[..., None]]:
     """Estimate around the body, which does the work and calls what is yielded with the share that is done.
 
     `like`: a stage whose pace is taken where none of this kind is known.
@@ -125,7 +146,7 @@ def estimated(
     """
     todo = work() if space.first_rank else None
     if todo is None or not todo.amount:
-        yield lambda share: None
+        yield lambda share, size=0.0: None
         return
     estimate = StageEstimate(space.root, stage, todo, folder, like=like)
     estimate.begin()

@@ -213,17 +213,38 @@ def _experiment(client: MlflowClient, name: str, database: Path | None) -> str:
     found = client.get_experiment_by_name(name)
     # Make a missing experiment. Another process may make it at the same moment, which counts as found.
     if found is None:
-        beside = None if database is None else database.with_name(f"{database.stem}-artifacts").as_uri()
+        beside = None if database is None else _artifacts_beside(database).as_uri()
         try:
             return str(client.create_experiment(name, artifact_location=beside, tags={KIND_TAG: MODEL_TRAINING}))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
             found = client.get_experiment_by_name(name)  # made by somebody else just now
+    if database is not None and found is not None:
+        _check_not_moved(database, str(found.artifact_location))
     # MLflow keeps deleted experiments by name and refuses runs in them.
     if found is None or found.lifecycle_stage != "active":
         raise TrackingError(f"registry.experiment: {name}: is deleted there; restore it or choose another name")
     return str(found.experiment_id)
+
+
+def _check_not_moved(database: Path, location: str) -> None:
+    """Raise TrackingError for a store that was copied or moved: MLflow would go on writing into the folder that it came
+    from."""
+    beside, parts = _artifacts_beside(database), urllib.parse.urlsplit(location)
+    place = Path(urllib.parse.unquote(parts.path))
+    if parts.scheme != "file" or place.name != beside.name or place.resolve() == beside.resolve():
+        return
+    raise TrackingError(
+        f"{database}: was copied or moved: its runs name {place} for their files; where that is no more, make it a link"
+        f" to {beside}; of a copy delete {database.name} and {beside.name}, and `draftforge promote` registers anew "
+        "what is on disk"
+    )
+
+
+def _artifacts_beside(database: Path) -> Path:
+    """Folder that keeps the artifacts of a SQLite file."""
+    return database.with_name(f"{database.stem}-artifacts")
 
 
 def _with_timeout(seconds: float, call: Callable[[], T]) -> T:

@@ -107,7 +107,7 @@ def train(
         optimizer = make_optimizer(family, settings)
         engine = make_engine(settings, family, optimizer, ranks, use_deepspeed)
         check_teacher(family, capture, samples, ranks)
-        print_training_plan(settings, family, footprint.parameters, plan, len(samples), ranks, engine.name)
+        print_training_plan(settings, family, footprint, plan, len(samples), ranks, engine.name, state.step)
         trainer = Trainer(
             settings, folder, capture, family, engine, plan, samples, ranks, sink, scorer, stop, state, footprint
         )

@@ -5,6 +5,7 @@ import hashlib
 import json
 import struct
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,10 +15,12 @@ from ..distributed import Ranks
 from ..errors import CorruptDataError
 from ..progress import say
 from .families.base import Family
+from .memory_estimate import DiskFootprint
 from .settings import Settings
 
 _SMOOTHING = 0.9
 _UNTIMED_STEPS = 1  # the first step allocates memory and compiles kernels
+_NEWEST_STEPS = 20  # tell the time left: a first epoch may fill a cache of the target's states
 
 
 def smooth(average: float, loss: float, step: int) -> float:
@@ -31,7 +34,7 @@ class Pace:
     def __init__(self, steps: int, start: int) -> None:
         self._steps, self._start = steps, start
         self._seconds = 0.0
-        self._timed = 0
+        self._newest = deque[float](maxlen=_NEWEST_STEPS)
         self._supervised = 0
         self._begun = 0.0
 
@@ -44,7 +47,7 @@ class Pace:
         seconds = time.perf_counter() - self._begun
         if step - self._start > _UNTIMED_STEPS:
             self._seconds += seconds
-            self._timed += 1
+            self._newest.append(seconds)
             self._supervised += supervised
         return seconds
 
@@ -56,10 +59,10 @@ class Pace:
     def line(self, step: int, loss: float) -> str:
         """The progress line of one step; without speed and time left until a step was timed."""
         speed, left = "", ""
-        # Time left: the mean of the timed steps, for the steps that remain.
-        if self._timed:
+        # Time left: the mean of the newest timed steps, for the steps that remain.
+        if self._newest:
             speed = f"  {self.tokens_per_second:,.0f} supervised tok/s"
-            left = f"  {_clock((self._steps - step) * self._seconds / self._timed)} left"
+            left = f"  {_clock((self._steps - step) * sum(self._newest) / len(self._newest))} left"
         return f"step {step}/{self._steps}  {100 * step // self._steps:>3}%  loss {loss:.4f}{speed}{left}"
 
 
@@ -70,13 +73,21 @@ def _clock(seconds: float) -> str:
 
 
 def print_training_plan(
-    settings: Settings, family: Family, trained: int, plan: BatchPlan, samples: int, ranks: Ranks, engine: str
+    settings: Settings,
+    family: Family,
+    footprint: DiskFootprint,
+    plan: BatchPlan,
+    samples: int,
+    ranks: Ranks,
+    engine: str,
+    begun: int,
 ) -> None:
-    """Log what is about to be trained, and the arithmetic of batches, steps and epochs. `trained`: parameters."""
+    """Log what is about to be trained after `begun` steps: batches, steps, epochs, and the disk that it takes."""
     # What is trained, on what. An engine that shards the family leaves nothing to count in it.
     dtype = str(family.loss_settings.dtype).removeprefix("torch.")
     world, epoch = ranks.world_size, plan.steps_per_epoch
-    say(f"training {family.name}: {trained:,} parameters, {engine}, {world} x {ranks.device.type}, {dtype} products")
+    place, trained = f"{world} x {ranks.device.type}", footprint.parameters
+    say(f"training {family.name}: {trained:,} parameters, {engine}, {place}, {dtype} products")
 
     # How ranks and micro-batches divide a step, and how many epochs the steps make.
     say(
@@ -84,6 +95,10 @@ def print_training_plan(
         f"micro-batches (ranks x accumulation); {samples:,} samples make {epoch:.1f} steps an epoch, so "
         f"{settings.steps / epoch:.1f} epochs; {100 * plan.padding_share:.0f}% padding"
     )
+
+    # Some of it only for a while: the checkpoint before the last one goes when that is there.
+    size, draft = footprint.bytes_to_write(settings, begun), storage.size_text(footprint.draft)
+    say(f"up to {storage.size_text(size)} on disk, {draft} a draft") if size else None
 
 
 class MetricSink(Protocol):

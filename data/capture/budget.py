@@ -63,7 +63,7 @@ class CaptureBudget:
         self._answers, self._tokens, self._bytes, self._seconds = (
             sum(record[name] for record in earlier) for name in ("samples", "tokens", "bytes", "seconds")
         )
-        self._written = self._bytes
+        self._written = self._earlier_bytes = self._bytes
 
         # Pending answers, by whether they train: those not finished, of shards not written, of shards begun.
         self._to_come: dict[bool, _Pending] = {True: _Pending(), False: _Pending()}  # by whether they train
@@ -183,6 +183,12 @@ class CaptureBudget:
         """Share of this run's work that is done, as far as can be foreseen; 0 before the first answer has ended."""
         left, taken = self.seconds_left(), self._clock() - self._start
         return 0.0 if left is None else taken / (taken + left)
+
+    @property
+    def bytes_of_run(self) -> float:
+        """Bytes that all writers of this run write, as far as can be foreseen; 0: a budget may end it before."""
+        rest = 0 if self._limits else self._bytes - self._earlier_bytes + self._bytes_of(self._to_come, self._mean)
+        return self._writers * rest
 
     def seconds_left(self) -> float | None:
         """Seconds to the end of the answers, or of the budget if that comes first; None: no answer has ended yet."""

@@ -61,7 +61,7 @@ class _Plan(NamedTuple):
     header: Json
     folder: Path
     reusable: ReusableAnswers | None
-    reached: Callable[[float], None]
+    reached: Callable[[float, float], None]
     """Is told the share of the work that is done."""
 
     @property
@@ -89,7 +89,7 @@ def capture(
     part: Part | None = None,
     ranks: Ranks = ALONE,
     may_be_unanswered: Collection[str] = (),
-    reached: Callable[[float], None] = lambda share: None,
+    reached: Callable[[float, float], None] = lambda share, size: None,
 ) -> None:
     """Answer the mix into `folder`, or finish what a stopped run left there; `part`: no more than that part of it.
 
@@ -111,7 +111,7 @@ def capture_conversations(
     part: Part | None = None,
     ranks: Ranks = ALONE,
     may_be_unanswered: Collection[str] | None = None,
-    reached: Callable[[float], None] = lambda share: None,
+    reached: Callable[[float, float], None] = lambda share, size: None,
 ) -> None:
     """Capture conversations that are given directly and not as a mix folder; see `capture`.
 
@@ -288,7 +288,7 @@ def _answer(plan: _Plan, prompts: Prompts, shards: Sequence[ShardPlan], earlier:
         def advance(amount: float, note: str = "") -> None:
             tick(amount, note)
             if note:  # computed twice a second at most
-                plan.reached(budget.share_done)
+                plan.reached(budget.share_done, budget.bytes_of_run)
 
         budget = CaptureBudget(
             plan.folder, shards, [earlier], prompts, settings, settings.budget, advance, writers=ranks.world_size

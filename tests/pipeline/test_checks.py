@@ -172,9 +172,10 @@ def test_new_traffic_is_mixed_once_the_retraining_can_go_on(
 ) -> None:
     """A champion whose traffic changed; what starts from it is checked when its start is known."""
     work, log = tmp_path / "work", tmp_path / "new.jsonl"
-    shutil.copytree(distilled_once.recipe.parent / "work", work)
+    shutil.copytree(distilled_once.recipe.parent / "work", work, ignore=shutil.ignore_patterns("mlflow*"))
     log.write_text("".join(f'{{"id": "{i}", "domain": "news", "turns": ["What is new in {i}?"]}}\n' for i in range(40)))
-    changed = [f"workdir={work}", f"mix.sources=[{{kind: turns, path: '{log}'}}]"]
+    store = f"registry.tracking_uri=sqlite:///{distilled_once.recipe.parent / 'work' / 'mlflow.db'}"
+    changed = [f"workdir={work}", store, f"mix.sources=[{{kind: turns, path: '{log}'}}]"]
     mixes = {path.name for path in work.glob("mix-*")}
     for fault, said in (
         (f"{SERVER}}}", "capture.backend.url"),

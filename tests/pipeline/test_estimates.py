@@ -99,25 +99,40 @@ def test_a_damaged_file_is_said_and_written_anew(tmp_path: Path, clock: Clock, s
     assert read_object(tmp_path / ESTIMATES_FILE)["capture"]["amount"] == 200
 
 
-def test_without_one_its_own_beginning_tells(tmp_path: Path, clock: Clock, said: list[str]) -> None:
-    folder = tmp_path / "capture-1"
-    folder.mkdir()
-    (folder / "before").write_bytes(bytes(100))
-    estimate = StageEstimate(tmp_path, "capture", SECOND, folder, clock)
-    clock.now += 19
-    estimate.reached(0.1)  # too soon
-    assert said == []
-    (folder / "new").write_bytes(bytes(1000))
-    clock.now += 6
-    for share in (0.0, 1.0, 0.25, 0.5):  # nothing done, all of it, what tells, and too late
-        estimate.reached(share)
-    assert estimate.needs == Needs(100, 4000)
-    clock.now += 55
+def own_pace(root: Path, clock: Clock, reports: list[tuple[float, float]], size: float = 0.0) -> StageEstimate:
+    """A capture that is at these shares at these seconds, and ends after 100 s."""
+    estimate, start = StageEstimate(root, "capture", SECOND, root / "capture-1", clock), clock.now
+    for seconds, share in reports:
+        clock.now = start + seconds
+        estimate.reached(share, size)
+    clock.now = start + 100
     estimate.end()
+    return estimate
+
+
+def test_without_one_its_own_pace_tells_and_its_start_counts_once(
+    tmp_path: Path, clock: Clock, said: list[str]
+) -> None:
+    """Ten seconds of loading, then 1 % a second; nothing done, and all of it, tell nothing."""
+    own_pace(tmp_path, clock, [(5, 0.0), (10, 0.01), (12, 0.03), (25, 0.0), (25, 1.0), (30, 0.21), (50, 0.41)], 4000)
     assert said == [
-        "capture: 200 answers, estimated 1 min 40 s and 4.00 kB on disk (84.0 GB free), by its first 25 s, 25.0% of it",
-        "capture: estimated 1 min 40 s and 4.00 kB on disk; took 1 min 20 s and 1.00 kB on disk",
+        "capture: 200 answers, estimated 1 min 49 s and 4.00 kB on disk (84.0 GB free), by its own pace, 20.0% in 20 s",
+        "capture: estimated 1 min 49 s and 4.00 kB on disk; took 1 min 40 s",
     ]
+
+
+def test_another_pace_is_said_and_both_are_compared(tmp_path: Path, clock: Clock, said: list[str]) -> None:
+    """Slow at first: a tenth in 40 s, the rest in 60 s."""
+    own_pace(tmp_path, clock, [(0, 0.001), (20, 0.05), (30, 0.075), (40, 0.1), (80, 0.7)])
+    assert [line.partition("estimated ")[2] for line in said] == [
+        "6 min 48 s, by its own pace, 4.9% in 20 s",
+        "now 1 min 40 s, by its own pace, 60.0% in 40 s",
+        "6 min 48 s, then 1 min 40 s; took 1 min 40 s",
+    ]
+
+
+def test_a_stage_that_reports_late_is_at_its_first_report_as_far_as_that_says(tmp_path: Path, clock: Clock) -> None:
+    assert own_pace(tmp_path, clock, [(30, 0.25)]).needs == Needs(120, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import socket
 import sqlite3
 import tempfile
@@ -73,6 +74,20 @@ def test_artifacts_lie_beside_the_database_and_never_in_the_current_folder(
     assert again.experiment_id == shared_tracking.experiment_id
     assert run.info.artifact_uri.startswith((database.parent / "mlflow-artifacts").as_uri())
     assert [entry.name for entry in tmp_path.iterdir()] == []
+
+
+def test_a_copied_store_is_refused_as_its_files_would_go_into_the_original(tmp_path: Path) -> None:
+    """A moved one opens again once a link leads from the old place to the new one."""
+    old, new = tmp_path / "old", tmp_path / "a new"
+    old.mkdir()
+    open_tracking(RegistrySettings(), old)
+    shutil.copytree(old, new)
+    with pytest.raises(TrackingError, match=f"was copied or moved: its runs name {old}/mlflow-artifacts"):
+        open_tracking(RegistrySettings(), new)
+    shutil.rmtree(old)
+    (new / "mlflow-artifacts").mkdir(exist_ok=True)
+    old.symlink_to(new)
+    assert open_tracking(RegistrySettings(), new).experiment_id == open_tracking(RegistrySettings(), old).experiment_id
 
 
 @pytest.fixture
