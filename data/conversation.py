@@ -19,7 +19,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
 _ASKS_NOTHING = ("system", "developer", "assistant")
 NO_SYSTEM_PROMPT = ", without a system prompt"
-"""Ends the name of a counter of requests whose log may lack their system prompt: the number of tokens alone tells."""
+"""Ends the name of a counter of requests whose log may lack their system prompt: the number of tokens tells."""
 
 
 class Message(BaseModel):

@@ -201,23 +201,25 @@ class PromptCheck:
             for one in counts:
                 _add(self._found[one.counter], one, len(ids), place(conversation, turn.index))
         told = {one.tokens for one in counts if one.tokens}
+        if self._may_lack_system(logged.counts):  # which adds tokens, whoever counts them
+            told |= {one.tokens for one in logged.counts if one.tokens > len(ids)}
         if told and len(ids) not in told:
             return f"{OTHER_COUNT} ({len(ids)}, logged {_listed(told)})"
         return UNPROVEN if not (told or logged.digests) and self._in_doubt(conversation, logged.counts) else None
 
     def _in_doubt(self, conversation: Conversation, counts: Sequence[PromptCount]) -> bool:
         """Whether a prompt must be shown to be the served one: vLLM makes it by other code, or its log may lack its
-        system prompt."""
-        own_code = self._own_code and conversation.engine == "vllm"
+        system prompt and no number can be compared."""
+        own_code = self._own_code and conversation.engine == "vllm" and not self._ask_unproven
+        return own_code or (self._may_lack_system(counts) and not any(one.tokens for one in counts))
+
+    def _may_lack_system(self, counts: Sequence[PromptCount]) -> bool:
         lacking = bool(counts) and all(one.counter.endswith(NO_SYSTEM_PROMPT) for one in counts)
-        return (own_code or lacking) and not self._ask_unproven
+        return lacking and not self._ask_unproven
 
     def _counts_our_tokens(self, counter: str) -> bool:
         """Whether at least half of a counter's sampled prompts have the logged number of tokens, as they are or under
-        some setting that the log may lack. Numbers of another tokenizer agree by chance alone. Where the log may lack
-        system prompts, any number may be ours."""
-        if counter.endswith(NO_SYSTEM_PROMPT) and not self._ask_unproven:
-            return True
+        some setting that the log may lack. Numbers of another tokenizer agree by chance alone."""
         found = self._sampled[counter]
         explained = float(found.compared - found.differ)
         if found.tried:
@@ -253,12 +255,15 @@ class PromptCheck:
         more = f"; {found.redacted:,} not compared, as something in them was redacted" if found.redacted else ""
         if name.endswith(NO_SYSTEM_PROMPT):
             more += "; LiteLLM logs no system prompt that was sent as blocks"
+            more += (
+                "" if self._ask_unproven else ": where it counts more tokens, or none can be compared, none is asked"
+            )
         if sampled.compared and not self._counts_our_tokens(name):
             least, most = sampled.least, sampled.most
             return (
                 f"{title}: not compared: of {sampled.compared:,} requests {sampled.differ:,} have another number "
                 f"({'; '.join(sampled.some)}; {least:+,} to {most:+,} tokens), as of another tokenizer or template, or "
-                "where the log lacks a part of every prompt"
+                f"where the log lacks a part of every prompt{more}"
             )
         if not found.compared:
             return f"{title}: none compared{more}" if more else ""
