@@ -24,10 +24,6 @@ from .storage import is_disk_full
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-# Threads of torch's CPU kernels spin while they wait. Two processes on the same cores then slow each other a
-# hundredfold; spinning briefly costs nothing measurable alone. Read once, when torch is first imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
 app = typer.Typer(
     name="draftforge",
     help="Train draft models for speculative decoding and pick them by expected serving speed.",

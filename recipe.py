@@ -25,7 +25,7 @@ from .registry.settings import GateSettings, RegistrySettings
 from .specdec.engine_features import ENGINES
 from .specdec.proposers.training_free import TRAINING_FREE
 from .specdec.target_settings import TargetSettings
-from .storage import Access
+from .storage import Access, write_bytes
 from .train.settings import DraftSettings
 
 M = TypeVar("M", bound=BaseModel)
@@ -194,9 +194,33 @@ class Recipe(BaseModel):
         found: dict[str, Any] = masked_value(self.resolved())
         return found
 
+    def changed(self, *overrides: str) -> "Recipe":
+        """The recipe with other values, each given as `section.key=value`, the value in YAML; checked as a file is.
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read and check a recipe. `overrides` are `section.key=value`, the value in YAML."""
+        Relative paths are relative to the current folder. Raises RecipeError.
+        """
+        changed = _validated(Recipe, self._as_set(), overrides, self.name)
+        changed._base_dir = self._base_dir
+        return changed
+
+    def save(self, path: str | Path) -> None:
+        """Write the recipe as YAML: what was set, without defaults, paths absolute, secrets as they are.
+
+        `load_recipe` reads it back. Names of local datasets without ./ are then looked for beside the new file.
+        """
+        write_bytes(Path(path), yaml.safe_dump(self._as_set(), sort_keys=False, allow_unicode=True).encode())
+
+    def _as_set(self) -> dict[str, Any]:
+        return self.model_dump(mode="json", exclude_unset=True)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read and check a recipe. `overrides` are `section.key=value`, the value in YAML.
+
+    Relative paths in the file are relative to the file, those in overrides to the current folder. Raises RecipeError,
+    with one line for each thing that is wrong, and MissingFileError.
+    """
+    path = Path(path)
     recipe = read(Recipe, path, overrides)
     recipe._base_dir = path.parent.resolve()
     return recipe
@@ -213,21 +237,26 @@ def read(model: type[M], path: Path, overrides: Sequence[str] = ()) -> M:
     Relative paths in the file are relative to the file, those in overrides to the current folder. Raises RecipeError,
     with one line for each thing that is wrong, and MissingFileError.
     """
-    # 1) The file. The JSON schema tells which values are paths, before pydantic has validated anything.
+    # The JSON schema tells which values are paths, before pydantic has validated anything.
     schema = _schema(model)
-    raw = _located(_read_yaml(path), [schema], schema, path.parent)
-    # 2) Overrides, each resolved against the schema nodes of its own section.
+    return _validated(model, _located(_read_yaml(path), [schema], schema, path.parent), overrides, path.name)
+
+
+def _validated(model: type[M], raw: Any, overrides: Sequence[str], name: str) -> M:
+    """Settings model of raw values, paths absolute, with overrides in them. `name`: what is read, for errors."""
+    # 1) Overrides, each resolved against the schema nodes of its own section.
+    schema = _schema(model)
     for override in overrides:
         keys, value = _parse_override(override)
         nodes = [schema]
         for key in keys[:-1]:
             nodes = _children(nodes, key, schema)
         _assign(raw, keys, _located({keys[-1]: value}, nodes, schema, Path())[keys[-1]], override)
-    # 3) Validate, and explain every error in terms of the YAML keys.
+    # 2) Validate, and explain every error in terms of the YAML keys.
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        problems = [f"{path.name}: {line}" for line in _explain(error.errors(), raw, schema)]
+        problems = [f"{name}: {line}" for line in _explain(error.errors(), raw, schema)]
         raise RecipeError("\n".join(problems)) from None
 
 

@@ -15,13 +15,13 @@ from ..eval.settings import SELECTION_SPLIT
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.versions import champion, resolve_models_uri
-from ..specdec.accept_rules import RULES, choose_rule
-from ..specdec.decoder import Generation, Request
-from ..specdec.decoder import generate as decode
+from ..specdec.accept_rules import RULES
+from ..specdec.answers import Answer, GrowingText, answer_run, answers
 from ..specdec.proposers.base import Proposer
 from ..specdec.proposers.cascade import CascadeProposer
 from ..specdec.proposers.training_free import HELPERS, TRAINING_FREE
 from ..specdec.proposers.tree_settings import MeasuredTree
+from ..specdec.requests import Generation
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
@@ -37,12 +37,10 @@ _NO_CHAMPION = "this target has no champion yet: run `draftforge distill`, or na
 
 
 @dataclass(frozen=True)
-class GeneratedAnswer:
-    """Generated answer, with the draft, the accept rule and the K or tree that it was decoded with."""
+class GeneratedAnswer(Answer):
+    """Generated answer, with the draft and the K or tree that it was decoded with."""
 
-    generation: Generation
     draft: str
-    rule: str
     config: DraftConfig
 
 
@@ -90,21 +88,19 @@ def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> Ge
     _check_prompt(prompt)
     target, sampling = space.target, SamplingSettings(temperature=options.temperature)
     ids = render(target.tokenizer, [Message(role="user", content=prompt)])
-    target.check_ids(ids)
-    # 2) What drafts, how much of it, and the rule that accepts it.
-    proposer, plan = _proposer(space, target, options, len(ids) + options.max_new_tokens)
-    if proposer is None:
-        rule = options.rule or "greedy"
-    else:
-        rule = choose_rule(sampling, proposer, plan.prefer(space.recipe.score.sampled_rules), options.rule)
-    # 3) Decode, and name what drafted.
-    request = Request(ids, sampling, options.seed, options.max_new_tokens, target.stop_ids)
-    ((_, generation),) = decode(target, proposer, [request], rule=rule, draft_tokens=plan.draft_tokens)
+    # 2) What drafts and how much of it; then the answer.
+    limit, rules = options.max_new_tokens, space.recipe.score.sampled_rules
+    proposer, plan = _proposer(space, target, options, len(ids) + limit)
+    run = answer_run(
+        target, proposer, plan, [ids], sampling, rules, max_new_tokens=limit, seed=options.seed, rule=options.rule
+    )
+    (answer,) = answers(target, run)
+    # 3) Name what drafted.
     name = options.draft or "champion"
     if isinstance(proposer, CascadeProposer):
         name += f" helped by {options.cascade} ({proposer.passes} of its passes instead of {proposer.passes_alone})"
     config = DraftConfig(0) if proposer is None else DraftConfig(plan.draft_tokens, plan.tree_name)
-    return GeneratedAnswer(generation, name, rule, config)
+    return GeneratedAnswer(**vars(answer), draft=name, config=config)
 
 
 def _check_prompt(prompt: str) -> None:
@@ -140,19 +136,19 @@ def _proposer(
         if tree_name is not None:
             raise InputError(f"--cascade {cascade}: helps to draft chains, not --tree {tree_name}")
         small, proposer = _cascade(space, draft, cascade, longest)
-        return proposer, chain_plan(small, K)
+        return proposer, small.plan_for(K).as_chain
     if draft == NO_DRAFT or draft in TRAINING_FREE:
         if tree_name is not None:
             raise InputError(f"--tree {tree_name}: --draft {draft} drafts no trees")
         if draft == NO_DRAFT:
             return None, ServingPlan.chain(1)
-        return TRAINING_FREE[draft](target), chain_plan(StoredDraft.of_method(draft, target), K)
+        return TRAINING_FREE[draft](target), StoredDraft.of_method(draft, target).plan_for(K)
     # 2) A stored draft, by its own plan unless K or a tree is asked for.
     path, device = find_draft(space, draft), space.recipe.score.draft_device
     loaded = StoredDraft.load(path, target, device, other_tokenizer=True)
     loaded.check_context(longest)
     if tree_name is None:
-        plan = chain_plan(loaded, K) if K is not None or not loaded.drafts_trees else own_plan(loaded)
+        plan = loaded.plan_for(K)
         return loaded.proposer(plan.tree), plan
     if not loaded.drafts_trees:
         raise InputError(f"--tree {tree_name}: a draft with another tokenizer than the target's drafts chains only")
@@ -167,23 +163,6 @@ def _proposer(
         say(f"{path}: drafts by tree {tree_name}, as asked, not by the {found.plan} of its plan")
     asked = {"draft_tokens": K or tree.levels, "tree_name": tree_name}
     return proposer, found.plan.model_copy(update=asked)
-
-
-def own_plan(draft: StoredDraft) -> ServingPlan:
-    """Plan of a draft's files; what is assumed for one without is said."""
-    if draft.found_plan.assumed:
-        say(draft.found_plan.assumed)
-    return draft.plan
-
-
-def chain_plan(draft: StoredDraft, K: int | None) -> ServingPlan:
-    """Plan of chains of `K` tokens, or of as many as the draft's own plan says; another K than that is said aloud."""
-    if K is None:
-        return own_plan(draft).as_chain
-    found = draft.found_plan
-    if not found.assumed and (found.plan.tree is not None or found.plan.draft_tokens != K):
-        say(f"{draft.path}: drafts K={K}, as asked, not the {found.plan} of its plan")
-    return ServingPlan.chain(K, found.plan.rule)
 
 
 def _cascade(space: Workspace, draft: str | None, cascade: str, longest: int) -> tuple[StoredDraft, Proposer]:
@@ -227,20 +206,15 @@ def show(target: Target, answer: GeneratedAnswer) -> None:
     for piece, drafted in pieces(target, answer.generation):
         text.append(piece, DRAFTED if drafted else "")
     console.print(text, soft_wrap=True)
-    # 2) The figures. The first token comes from the prompt's pass, so no round emitted it.
-    generation = answer.generation
-    speed = f"{len(generation.tokens)} tokens in {generation.seconds:.2f} s"
-    if not answer.config.levels or not generation.rounds:
+    # 2) The figures.
+    speed = f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s"
+    if answer.tau is None:
         console.print(f"{speed}, no draft", style="dim", soft_wrap=True)
         return
-    rounds = len(generation.rounds)
-    tau = (len(generation.tokens) - 1) / rounds
-    accepted = sum(one.accepted for one in generation.rounds)
-    proposed = sum(one.drafted for one in generation.rounds)
     plan = f"{answer.config}, at most {answer.config.levels} levels" if answer.config.tree else str(answer.config)
     console.print(
-        f"{speed}; {answer.draft}, rule {RULES[answer.rule].label}, {plan}: tau {tau:.2f} "
-        f"({rounds} rounds, {accepted} of {proposed} drafted tokens accepted)",
+        f"{speed}; {answer.draft}, rule {RULES[answer.rule].label}, {plan}: tau {answer.tau:.2f} "
+        f"({answer.rounds} rounds, {answer.accepted} of {answer.drafted} drafted tokens accepted)",
         style="dim",
         soft_wrap=True,
     )
@@ -253,15 +227,11 @@ def pieces(target: Target, generation: Generation) -> Iterator[tuple[str, bool]]
     for one in generation.rounds:
         origins += [True] * one.accepted + [False] * (one.emitted - one.accepted)
     origins += [False] * (len(generation.tokens) - len(origins))
-    tokens = [token for token in generation.tokens if token not in target.stop_ids]
-    # 2) Cut where the origin changes. Prefixes are decoded whole: a token alone may decode otherwise.
-    shown = ""
-    for count, origin in enumerate(origins[: len(tokens)], start=1):
-        at_end = count == len(tokens)
+    # 2) Cut where the origin changes.
+    growing = GrowingText(target)
+    for count, origin in enumerate(origins, start=1):
+        at_end = count == len(origins)
         if not at_end and origins[count] == origin:
             continue
-        text = target.tokenizer.decode(tokens[:count], skip_special_tokens=True)
-        if text.endswith("\ufffd") and not at_end:  # half a character: it goes with the next piece
-            continue
-        yield text[len(shown) :], origin
-        shown = text
+        if piece := growing.more(generation.tokens[:count], last=at_end):
+            yield piece, origin

@@ -104,10 +104,16 @@ def find_scored(space: Workspace) -> Path:
     if own is not None and (own / SCORES_FILE).is_file():
         return own
     # 2) The newest of all.
-    found = sorted(space.root.glob(f"score-*/{SCORES_FILE}"), key=lambda path: path.stat().st_mtime)
+    found = newest_score(space.root)
+    say(f"this recipe has no score of its own: reporting on the newest one, {found.name}")
+    return found
+
+
+def newest_score(root: Path) -> Path:
+    """Newest score folder of a work folder. Raises MissingFileError where there is none."""
+    found = sorted(root.glob(f"score-*/{SCORES_FILE}"), key=lambda path: path.stat().st_mtime)
     if not found:
-        raise MissingFileError(f"{space.root}: holds no score to report on; run `draftforge score` or `distill` first")
-    say(f"this recipe has no score of its own: reporting on the newest one, {found[-1].parent.name}")
+        raise MissingFileError(f"{root}: holds no score to report on; run `draftforge score` or `distill` first")
     return found[-1].parent
 
 

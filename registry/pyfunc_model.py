@@ -11,7 +11,7 @@ import ast
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +20,13 @@ import pandas as pd
 from pydantic import ValidationError
 
 from ..data.chat_template import render
-from ..data.conversation import Message
+from ..data.conversation import messages_of
 from ..errors import InputError, StaleInputError
 from ..eval.settings import ScoreSettings
 from ..fingerprint import short
-from ..progress import say
-from ..specdec.accept_rules import choose_rule
-from ..specdec.decoder import Generation, Request, generate
+from ..specdec.answers import answer_run, answers
 from ..specdec.formats import read_meta
-from ..specdec.proposers.tree_settings import MOST_LEVELS
 from ..specdec.sampling_settings import SamplingSettings
-from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.target_settings import TargetSettings
 from ..specdec.targets import Target
@@ -60,8 +56,6 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
             )
         # The draft, ready to propose for this target by the plan among its files.
         self._draft = StoredDraft.load(folder, self.target)
-        if self._draft.found_plan.assumed:
-            say(self._draft.found_plan.assumed)
 
     # No type hint on `model_input`: MLflow would take it for a schema. It comes as the signature says.
     def predict(self, context: Any, model_input, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:  # type: ignore[no-untyped-def]
@@ -73,46 +67,23 @@ class DraftModel(mlflow.pyfunc.PythonModel):  # type: ignore[misc, name-defined]
         asked = params or {}
         _require_known(asked)
         sampling = SamplingSettings(temperature=asked.get("temperature", 0.0))
-        longest, plan = int(asked.get("max_new_tokens", 128)), self._plan(asked.get("draft_tokens"))
-        if longest < 1:
-            raise InputError(f"max_new_tokens {longest}: must be at least 1")
-        # 2) One request a row, each with a seed of its own, so that equal prompts may get different samples.
-        requests = []
-        for index, row in enumerate(_rows(model_input)):
-            ids = render(self.target.tokenizer, _messages(row, index))
-            self.target.check_ids(ids)
-            self._draft.check_context(len(ids) + longest)
-            requests.append(Request(ids, sampling, int(asked.get("seed", 0)) + index, longest, self.target.stop_ids))
+        longest, plan = int(asked.get("max_new_tokens", 128)), self._draft.plan_for(asked.get("draft_tokens"))
+        # 2) The prompts, which must fit the draft's context.
+        rows = [messages_of(_content(row), f"row {index}") for index, row in enumerate(_rows(model_input))]
+        prompts = [render(self.target.tokenizer, messages) for messages in rows]
+        self._draft.check_context(max(map(len, prompts), default=0) + longest)
         # 3) Decode all of them, and answer in the order of the rows.
-        proposer = self._draft.proposer(plan.tree)
-        rule = choose_rule(sampling, proposer, plan.prefer(ScoreSettings().sampled_rules))
-        done = dict(generate(self.target, proposer, requests, rule=rule, draft_tokens=plan.draft_tokens))
-        return [self._answer(done[index]) for index in range(len(requests))]
-
-    def _plan(self, draft_tokens: int | None) -> ServingPlan:
-        """Plan of the version; chains of `draft_tokens` where that is given, which is said if it is another plan."""
-        own = self._draft.plan
-        if draft_tokens is None:
-            return own
-        if not 1 <= draft_tokens <= MOST_LEVELS:
-            raise InputError(f"draft_tokens {draft_tokens}: must be 1 to {MOST_LEVELS}")
-        if own.tree is not None or own.draft_tokens != draft_tokens:
-            say(f"draft_tokens {draft_tokens}, as asked, not the {own} of the version's plan")
-        return ServingPlan.chain(int(draft_tokens), own.rule)
-
-    def _answer(self, generation: Generation) -> dict[str, Any]:
-        # Stop tokens count as tokens and are not shown.
-        rounds, tokens = len(generation.rounds), generation.tokens
-        shown = [token for token in tokens if token not in self.target.stop_ids]
-        return {
-            "text": self.target.tokenizer.decode(shown, skip_special_tokens=True),
-            "finish": generation.finish,
-            "tokens": len(tokens),
-            "rounds": rounds,
-            "tau": (len(tokens) - 1) / rounds if rounds else None,  # the first token comes with the prompt's pass
-            "drafted": sum(one.drafted for one in generation.rounds),
-            "accepted": sum(one.accepted for one in generation.rounds),
-        }
+        run = answer_run(
+            self.target,
+            self._draft.proposer(plan.tree),
+            plan,
+            prompts,
+            sampling,
+            ScoreSettings().sampled_rules,
+            max_new_tokens=longest,
+            seed=int(asked.get("seed", 0)),
+        )
+        return [answer.record() for answer in answers(self.target, run)]
 
 
 def _require_known(asked: Iterable[str]) -> None:
@@ -154,18 +125,6 @@ def _rows(given: Any) -> list[Any]:
     return [given] if isinstance(given, str | Mapping) else list(given)
 
 
-def _messages(row: Any, index: int) -> list[Message]:
-    # A plain text is one user message.
-    row = row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else row
-    if isinstance(row, str) and row.strip():
-        return [Message(role="user", content=row)]
-    # Anything else must be a list of messages with a role and content.
-    listed = isinstance(row, Sequence) or hasattr(row, "tolist")  # a table keeps lists as arrays
-    if not listed or isinstance(row, str) or not len(row):
-        raise InputError(f"row {index}: must be a prompt, or a list of messages with role and content")
-    try:
-        return [Message.model_validate(message) for message in row]
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"])) or "message"
-        raise InputError(f"row {index}: {where}: {problem['msg']}") from None
+def _content(row: Any) -> Any:
+    """Prompt of a row: the row itself, or what a mapping holds of it."""
+    return row.get("messages", row.get("prompt")) if isinstance(row, Mapping) else row

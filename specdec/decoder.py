@@ -72,6 +72,13 @@ def decode_rounds(run: DecodeRun) -> Iterator[list[Finished]]:
     return _Decoder(run).steps()
 
 
+def decode_one(run: DecodeRun) -> Iterator[Generation]:
+    """Decode the only request of a run; yields its generation, always the same object, whenever it has grown."""
+    decoder = _Decoder(run)
+    for finished in decoder.steps():
+        yield finished[0][1] if finished else decoder.slots[0].generation
+
+
 def _one_by_one(ask: Callable[P, DecodeRun]) -> Callable[P, Iterator[Finished]]:
     def generate(*args: P.args, **kwargs: P.kwargs) -> Iterator[Finished]:
         """Answer every request of a `DecodeRun`, whose arguments these are; yields each as it finishes."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -22,7 +23,7 @@ from .proposers.factory import make_proposer
 from .proposers.merged import MergedProposer
 from .proposers.other_device import DraftDevice, device_of
 from .proposers.training_free import HELPERS, TRAINING_FREE
-from .proposers.tree_settings import MergedTree, Tree
+from .proposers.tree_settings import MOST_LEVELS, MergedTree, Tree
 from .serving_plan import USUAL_TOKENS, FoundPlan, ServingPlan, find_plan
 from .targets import Target, resolve_device, tokenizer_digest
 from .tokenizer_bridge import ForeignDraft
@@ -47,9 +48,7 @@ class StoredDraft:
     _others: dict[Path, "StoredDraft"] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def load(
-        cls, path: Path, target: Target, device: str | None = None, other_tokenizer: bool = False
-    ) -> "StoredDraft":
+    def load(cls, path: Path, target: Target, device: str | None = None, other_tokenizer: bool = False) -> Self:
         """Load a draft in any layout: a folder, a .gguf file, or a .json file of skipped layers.
 
         `device`: None for the target's, in its precision. `other_tokenizer`: accept a model with another tokenizer than
@@ -89,7 +88,7 @@ class StoredDraft:
         return loaded(module.family, module, meta=meta)
 
     @classmethod
-    def of_method(cls, name: str, target: Target) -> "StoredDraft":
+    def of_method(cls, name: str, target: Target) -> Self:
         """Draft of a training-free method, such as prompt lookup."""
         return cls(target, name)
 
@@ -104,6 +103,27 @@ class StoredDraft:
     def plan(self) -> ServingPlan:
         """Serving plan: K or tree and accept rule."""
         return self.found_plan.plan
+
+    @cached_property
+    def own_plan(self) -> ServingPlan:
+        """Serving plan, as a chain where the draft drafts no trees; what is assumed of a draft without one is said."""
+        if self.found_plan.assumed:
+            say(self.found_plan.assumed)
+        return self.plan if self.drafts_trees else self.plan.as_chain
+
+    def plan_for(self, draft_tokens: int | None = None) -> ServingPlan:
+        """Plan to decode by: the draft's own, or chains of `draft_tokens`, which is said if it is another plan.
+
+        Raises InputError for more or fewer tokens than a round may have.
+        """
+        if draft_tokens is None:
+            return self.own_plan
+        if not 1 <= draft_tokens <= MOST_LEVELS:
+            raise InputError(f"draft_tokens {draft_tokens}: must be 1 to {MOST_LEVELS}")
+        found = self.found_plan
+        if not found.assumed and (found.plan.tree is not None or found.plan.draft_tokens != draft_tokens):
+            say(f"{self.path}: drafts K={draft_tokens}, as asked, not the {found.plan} of its plan")
+        return ServingPlan.chain(draft_tokens, found.plan.rule)
 
     @property
     def vocab_size(self) -> int:

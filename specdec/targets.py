@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pydantic import ValidationError
@@ -96,7 +96,7 @@ class Target(CausalModel):
         return sampling_defaults(self.settings)
 
     @classmethod
-    def load(cls, settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> "Target":
+    def load(cls, settings: TargetSettings, digests: fingerprint.FileDigests | None = None) -> Self:
         """Load a target from safetensors or GGUF, merge its adapter, and fingerprint the files they came from.
 
         Raises MissingFileError, InputError or FormatError where there is no such model or it cannot be served.
@@ -140,7 +140,7 @@ class Target(CausalModel):
         return self._weights is not None
 
     @contextmanager
-    def running(self) -> Iterator["Target"]:
+    def running(self) -> Iterator[Self]:
         """Inside, passes of a sharded target run, on all ranks together and equally often; elsewhere they are refused.
 
         The first time, each rank takes its share of the layers, which it keeps.

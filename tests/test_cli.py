@@ -261,6 +261,18 @@ def test_help_and_mistakes_in_a_recipe_import_nothing_heavy(arguments: list[str]
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    heavy = HEAVY | {"pydantic", "numpy", "typer", "yaml"}
+    program = (
+        "import sys, draftforge as df\n"
+        f"assert not {heavy!r} & set(sys.modules), {heavy!r} & set(sys.modules)\n"
+        "df.DraftforgeError, df.Recipe\n"
+        f"assert not {HEAVY!r} & set(sys.modules), {HEAVY!r} & set(sys.modules)\n"
+        "assert not [name for name in df.__all__ if name not in dir(df)]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_version_and_module_entry() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "draftforge.cli", "--version"], capture_output=True, text=True, check=True

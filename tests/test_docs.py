@@ -1,4 +1,4 @@
-"""The pages: every link leads somewhere, every recipe in them loads, every command line is one that there is."""
+"""The pages: links lead somewhere, recipes load, command lines and names of the Python API are some that there are."""
 
 import re
 import shlex
@@ -10,6 +10,7 @@ import pytest
 import typer
 import yaml
 
+import draftforge
 from draftforge import cli
 from draftforge.recipe import load_recipe
 
@@ -80,3 +81,10 @@ def test_every_command_line_is_one_that_there_is(words: list[str]) -> None:
         assert words[0] in command.commands, f"no such command: {words[0]}"
         command, words = command.commands[words[0]], words[1:]
     command.make_context(command.name or "", list(words))
+
+
+def test_every_name_of_the_python_api_is_one_that_there_is() -> None:
+    made = {"df": draftforge, "target": draftforge.Target, "draft": draftforge.Draft, "recipe": draftforge.Recipe}
+    used = {use for _, text in blocks("python") for use in re.findall(rf"\b({'|'.join(made)})\.(\w+)\(", text)}
+    assert not [f"{of}.{name}" for of, name in used if not hasattr(made[of], name)]
+    assert {("df", "distill"), ("target", "stream"), ("recipe", "save")} <= used

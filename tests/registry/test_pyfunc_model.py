@@ -155,7 +155,7 @@ def test_a_tree_is_drafted_as_the_plan_says_and_another_k_is_said(
     assert capsys.readouterr().err == ""
     (again,) = loaded.predict(PROMPTS[:1], params={"max_new_tokens": 24, "draft_tokens": 2})
     assert again["text"] == answer["text"] and again["drafted"] <= 2 * again["rounds"]
-    assert "draft_tokens 2, as asked, not the tree wide of the version's plan" in capsys.readouterr().err
+    assert "drafts K=2, as asked, not the tree wide of its plan" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
