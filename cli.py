@@ -1,25 +1,19 @@
 """The command line: one thin function a verb. Nothing heavy is imported before a verb runs."""
 
 import inspect
-import logging
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from . import __version__
-from .errors import COMMAND, DraftforgeError, InputError, MissingFileError, RecipeError, StoppedError, one_line
-from .masking import masked
-from .pipeline import cli_options
-from .storage import is_disk_full
+from .errors import COMMAND, DraftforgeError, InputError, StoppedError, one_line
+from .pipeline import cli_exit, cli_options
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -37,8 +31,6 @@ recipe_app = typer.Typer(no_args_is_help=True, help="Show a recipe as it will ru
 app.add_typer(recipe_app, name="recipe", rich_help_panel="Look")
 
 STAGES, REGISTRY, USE, LOOK = "Stages", "Registry", "Use a draft", "Look"
-RENAMED = {"--helped-by": "--cascade", "--fail-on-parting": "--fail-on-mismatch"}
-"""Old flags, which are refused with the new one named."""
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; see `draftforge recipe schema`.")]
 Overrides = Annotated[
@@ -474,6 +466,23 @@ def doctor(
     raise typer.Exit(examination.doctor(workdir, tracking_uri, as_json))
 
 
+@app.command(rich_help_panel=STAGES)
+def init(
+    log: Annotated[Path, typer.Option("--log", metavar="PATH", help="A log: a file, a folder or a pattern.")],
+    target: Annotated[str, typer.Option("--target", help="Model folder, .gguf file or hub id of what is served.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Recipe to write; must not exist.")] = Path(
+        "recipe.yaml"
+    ),
+) -> None:
+    """Write a commented recipe from a log and a target: kind, domains, sampling, lengths, a family that fits.
+
+    Example: draftforge init --log logs/vllm.log --target ./my-model --out recipe.yaml
+    """
+    from .pipeline import init_recipe
+
+    init_recipe.init(log, target, out)
+
+
 @recipe_app.command("show")
 def recipe_show(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Print the recipe with every default and override in place; secrets in it are masked.
@@ -500,96 +509,25 @@ def recipe_schema() -> None:
 
 def main(args: list[str] | None = None) -> None:
     """Entry point: errors become one line on standard error and an exit code."""
-    _quiet_libraries()
+    cli_exit.quiet_libraries()
     COMMAND.set(("draftforge", *(sys.argv[1:] if args is None else args)))
     try:
-        with _sigterm_unwinds():
+        with cli_exit.sigterm_unwinds():
             code = app(args=args, prog_name="draftforge", standalone_mode=False)
     except (DraftforgeError, StoppedError) as error:
-        _fail(error, str(error), error.exit_code)
+        cli_exit.fail(error, str(error), error.exit_code)
     except KeyboardInterrupt as error:
-        _fail(error, "interrupted", 130)
+        cli_exit.fail(error, "interrupted", 130)
     except Exception as error:
-        _fail(error, *_describe_error(error))
+        cli_exit.fail(error, *cli_exit.describe_error(error))
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
         # Of a library in Rust, which gives up at an expression of a tokenizer.
-        _fail(error, f"a tokenizer's library gives up: {one_line(error)}", 2)
+        cli_exit.fail(error, f"a tokenizer's library gives up: {one_line(error)}", 2)
     if code == 130:  # the parser's own way of passing on Ctrl-C
         print("error: interrupted", file=sys.stderr)
-    _exit(code if isinstance(code, int) else 0)
-
-
-@contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
-    """SIGTERM ends the work like an error does: what is half-written goes, locks open, the run is closed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: object) -> NoReturn:
-        raise StoppedError("stopped by SIGTERM; the same command goes on from what is finished")
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _quiet_libraries() -> None:
-    """Standard output is for results, and a log without a terminal is no place for other libraries' bars."""
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)  # it prints to stdout
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a lost connection our error says it, without its stack
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of in tables, loading.py checks
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")
-
-
-def _describe_error(error: Exception) -> tuple[str, int]:
-    """One line and an exit code for an error outside `errors.py`: wrong usage, the operating system, the unexpected."""
-    usage = getattr(error, "format_message", None)  # the parser's errors
-    if usage is not None:
-        message, flag = " ".join(str(usage()).split()), getattr(error, "option_name", "")
-        if flag in RENAMED:
-            message = f"{flag}: the option's name is {RENAMED[flag]}"
-        command = getattr(getattr(error, "ctx", None), "command_path", "draftforge")
-        return message and f"{message.rstrip('.')}; see `{command} --help`", 2  # nothing after a help page
-    if is_disk_full(error):
-        where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-        return f"{where}no space left on the device ({' '.join(str(error).split())[:200]})", 3
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror.lower()}", 2
-    message = " ".join(str(error).split())
-    what = f"{type(error).__name__}: {message[:300]}" if message else type(error).__name__
-    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return f"{what} (out of memory: lower batch sizes, sequence length or batch tokens in the recipe)", 1
-    return f"{what} (unexpected; DRAFTFORGE_DEBUG=1 or `draftforge --debug …` shows where)", 1
-
-
-def _fail(error: BaseException, message: str, code: int) -> NoReturn:
-    debugging = os.environ.get("DRAFTFORGE_DEBUG") not in (None, "", "0")
-    rank, ranks = os.environ.get("RANK", "0"), sys.modules.get(f"{__package__}.distributed")
-    # Before the ranks have met, all of a host fail alike at a recipe or an option: the first of them says it for all.
-    same = isinstance(error, RecipeError | MissingFileError) or hasattr(error, "format_message")
-    met = ranks is not None and ranks.ranks_met().store is not None
-    if message and not debugging and not (same and not met and os.environ.get("LOCAL_RANK", "0") != "0"):
-        # What a file or a server holds may stand in it, but controls no terminal.
-        plain = "".join(mark if mark.isprintable() or mark == "\n" else repr(mark)[1:-1] for mark in message)
-        print(masked(f"error{'' if rank == '0' else f' (rank {rank})'}: {plain}"), file=sys.stderr, flush=True)
-    if ranks is not None:
-        ranks.report_failure(error)
-    if debugging:
-        raise error
-    _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
-    """Exit; under torchrun, which ends with 1 whatever its ranks end with, the first rank says the code."""
-    if code and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") == "0":
-        print(f"exit code {code}; torchrun ends with 1 whatever it is", file=sys.stderr, flush=True)
-    sys.exit(code)
+    cli_exit.leave(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":

@@ -122,12 +122,45 @@ def check_kinds(sources: Sequence[Source], base_dir: Path) -> None:
                 )
 
 
-def _probe(source: FileSource, kind: FileKind, path: Path) -> SourceCounts:
-    """Counts of the first lines of a file, read as a kind of file."""
+def detect_kind(base_dir: Path, path: str) -> tuple[FileKind, bool]:
+    """Kind of the first file that a path names (a file, a folder or a pattern), and whether its lines name domains.
+
+    The kind is the one of which the first lines give most conversations, of equal ones the strictest. Raises
+    MissingFileError, or InputError where no kind gives any.
+    """
+    first = next((one for one in files.find(base_dir, path) if one.stat().st_size), None)
+    if first is None:
+        raise InputError(f"{path}: is empty; must be a log")
+    source = FileSource.model_validate({"kind": "prompts", "path": path})
+    found = {kind: _probe(source, kind, first) for kind in _KINDS}
+    best = max(found, key=lambda kind: found[kind].taken - found[kind].skipped)
+    # Requests read as conversations too, and the reverse: a conversation has its messages, and no model, at the top.
+    if best in ("openai", "messages") and found["openai"].taken and found["messages"].taken:
+        line = next(files.objects([first], "")).decode()
+        best = "messages" if isinstance(line, dict) and "messages" in line and "model" not in line else "openai"
+    if found[best].taken <= found[best].skipped:
+        # Any line may be a prompt: only the name can say so.
+        if ".txt" in first.suffixes:
+            return "prompts", False
+        tried = "; ".join(f"{kind}: {_seen(counts)}" for kind, counts in found.items())
+        raise InputError(
+            f"{first}: no kind of log gives conversations of its first lines ({tried}); if each line is a prompt, name "
+            "the file .txt"
+        )
+    return best, bool(found[best].taken) and _probe(source, best, first, None).taken == found[best].taken
+
+
+def _seen(counts: SourceCounts) -> str:
+    reasons = [f"{count} {reason}" for reason, count in counts.left_out.items()]
+    return ", ".join([f"{counts.read} read", *([f"{counts.skipped} broken"] if counts.skipped else []), *reasons])
+
+
+def _probe(source: FileSource, kind: FileKind, path: Path, domain: str | None = "any") -> SourceCounts:
+    """Counts of the first lines of a file, read as a kind of file. `domain`: None for those that its lines name."""
     counts = SourceCounts()
     if kind == "prompts" and files.is_text(path):
         return counts
-    probe = source.model_copy(update={"kind": kind, "year": None, "domain": "any", "skip_invalid": True})
+    probe = source.model_copy(update={"kind": kind, "year": None, "domain": domain, "skip_invalid": True})
     items = itertools.islice(_file_items(probe, [path], title=""), _PROBED_ITEMS)
     try:
         for unit in _file_units(probe, [path], items, counts):

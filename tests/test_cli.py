@@ -26,6 +26,7 @@ PLACES = {
     **dict.fromkeys(["distill", "mix", "capture", "train", "score", "promote"], "distill"),
     **dict.fromkeys(["fetch", "registry"], "registry_commands"),
     **{verb: verb for verb in ["retrain", "watch", "export", "generate", "bench", "doctor", "report"]},
+    "init": "init_recipe",
     **{"rollback": "promotion", "skip-layers": "layer_skip", "inspect-mix": "mix_report", "metrics": "monitoring"},
 }
 """The module of `draftforge.pipeline` that holds each verb's function."""
@@ -73,6 +74,7 @@ RECIPE = ("recipe", "r.yaml", ["seed=1"])
         ("capture r.yaml seed=1 --part 2/5", "capture", (RECIPE, None, "2/5", [])),
         ("capture r.yaml seed=1 --join a --join b", "capture", (RECIPE, None, None, [Path("a"), Path("b")])),
         ("distill r.yaml seed=1", "distill", (RECIPE,)),
+        ("init --log l --target t", "init", (Path("l"), "t", Path("recipe.yaml"))),
         ("mix r.yaml seed=1", "mix", (RECIPE,)),
         ("promote r.yaml seed=1", "promote", (RECIPE,)),
         ("rollback r.yaml seed=1", "rollback", (RECIPE, False, "")),

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from mlflow.webhooks import delivery as mlflow_delivery
 
-from draftforge.cli import _sigterm_unwinds
 from draftforge.errors import CorruptDataError, InputError, StoppedError
 from draftforge.pipeline import watch as watching
+from draftforge.pipeline.cli_exit import sigterm_unwinds
 from draftforge.pipeline.watch import (
     DELIVERY,
     SIGNATURE,
@@ -232,7 +232,7 @@ def test_sigterm_ends_the_schedule_and_the_retraining(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=stop)
     thread.start()
-    with pytest.raises(StoppedError), _sigterm_unwinds():
+    with pytest.raises(StoppedError), sigterm_unwinds():
         schedule.serve()
     thread.join()
     assert running[0].wait(60) == -signal.SIGTERM

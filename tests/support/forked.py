@@ -148,13 +148,13 @@ def python(*arguments: str) -> None:
 
 def as_command(module: str, function: str, *arguments: Any) -> None:
     """Call a function of a test's file; what it raises ends the process as it ends the command line."""
-    from draftforge import cli
     from draftforge.errors import DraftforgeError
+    from draftforge.pipeline import cli_exit
 
     try:
         getattr(_load(module), function)(*arguments)
     except DraftforgeError as error:
-        cli._fail(error, str(error), error.exit_code)
+        cli_exit.fail(error, str(error), error.exit_code)
 
 
 def returning(result: str, module: str, function: str, *arguments: Any) -> None:

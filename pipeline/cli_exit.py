@@ -1,0 +1,88 @@
+"""End of a command: errors become one line on standard error and an exit code. Nothing heavy is imported here."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from ..errors import MissingFileError, RecipeError, StoppedError
+from ..masking import masked
+from ..storage import is_disk_full
+
+RENAMED = {"--helped-by": "--cascade", "--fail-on-parting": "--fail-on-mismatch"}
+"""Old flags, which are refused with the new one named."""
+
+
+@contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends the work like an error does: what is half-written goes, locks open, the run is closed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise StoppedError("stopped by SIGTERM; the same command goes on from what is finished")
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def quiet_libraries() -> None:
+    """Standard output is for results, and a log without a terminal is no place for other libraries' bars."""
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)  # it prints to stdout
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a lost connection our error says it, without its stack
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of in tables, loading.py checks
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def describe_error(error: Exception) -> tuple[str, int]:
+    """One line and an exit code for an error outside `errors.py`: wrong usage, the operating system, the unexpected."""
+    usage = getattr(error, "format_message", None)  # the parser's errors
+    if usage is not None:
+        message, flag = " ".join(str(usage()).split()), getattr(error, "option_name", "")
+        if flag in RENAMED:
+            message = f"{flag}: the option's name is {RENAMED[flag]}"
+        command = getattr(getattr(error, "ctx", None), "command_path", "draftforge")
+        return message and f"{message.rstrip('.')}; see `{command} --help`", 2  # nothing after a help page
+    if is_disk_full(error):
+        where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
+        return f"{where}no space left on the device ({' '.join(str(error).split())[:200]})", 3
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}", 2
+    message = " ".join(str(error).split())
+    what = f"{type(error).__name__}: {message[:300]}" if message else type(error).__name__
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return f"{what} (out of memory: lower batch sizes, sequence length or batch tokens in the recipe)", 1
+    return f"{what} (unexpected; DRAFTFORGE_DEBUG=1 or `draftforge --debug …` shows where)", 1
+
+
+def fail(error: BaseException, message: str, code: int) -> NoReturn:
+    debugging = os.environ.get("DRAFTFORGE_DEBUG") not in (None, "", "0")
+    rank, ranks = os.environ.get("RANK", "0"), sys.modules.get(f"{__name__.partition('.')[0]}.distributed")
+    # Before the ranks have met, all of a host fail alike at a recipe or an option: the first of them says it for all.
+    same = isinstance(error, RecipeError | MissingFileError) or hasattr(error, "format_message")
+    met = ranks is not None and ranks.ranks_met().store is not None
+    if message and not debugging and not (same and not met and os.environ.get("LOCAL_RANK", "0") != "0"):
+        # What a file or a server holds may stand in it, but controls no terminal.
+        plain = "".join(mark if mark.isprintable() or mark == "\n" else repr(mark)[1:-1] for mark in message)
+        print(masked(f"error{'' if rank == '0' else f' (rank {rank})'}: {plain}"), file=sys.stderr, flush=True)
+    if ranks is not None:
+        ranks.report_failure(error)
+    if debugging:
+        raise error
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Exit; under torchrun, which ends with 1 whatever its ranks end with, the first rank says the code."""
+    if code and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") == "0":
+        print(f"exit code {code}; torchrun ends with 1 whatever it is", file=sys.stderr, flush=True)
+    sys.exit(code)

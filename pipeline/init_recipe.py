@@ -1,0 +1,230 @@
+"""`draftforge init`: a commented recipe from a log and a target, with what was found in them and what is assumed."""
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from transformers import AutoConfig
+
+from .. import storage
+from ..data import files
+from ..data.record_outcomes import SourceCounts
+from ..data.settings import FileSource
+from ..data.sources import detect_kind, read_records
+from ..data.stratify import lengths_of
+from ..errors import InputError, OwnershipError
+from ..progress import say
+from ..recipe import load_recipe
+from ..specdec.loading import refused
+from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
+from ..specdec.target_settings import TargetSettings
+from ..specdec.targets import context_length, locate, sampling_defaults
+
+_USUAL_DOMAIN = "chat"
+_TOKENS_PER_STEP, _EPOCHS, _FEWEST_STEPS, _MOST_STEPS = 16384, 3, 100, 4000
+_HOLDOUT = 30  # conversations that a holdout should have: the gate asks for 20 clusters of near-duplicates
+_MOST_SCORED, _LEAST_SHARE = 3, 0.1  # sampling settings to score, and the share of the log that each must have
+_EAGLE3_LAYERS = 6  # from which on its usual three layers are three
+_LARGE_VOCABULARY, _DRAFT_VOCABULARY = 64_000, 32_000
+
+
+@dataclass
+class LogFacts:
+    """Facts of a log, counted in one pass."""
+
+    kind: str
+    counts: SourceCounts
+    ids: set[str] = field(default_factory=set)
+    domains: Counter[str] = field(default_factory=Counter)
+    sampling: Counter[SamplingSettings] = field(default_factory=Counter)
+    prompts: list[int] = field(default_factory=list)
+    """Tokens of each prompt, as logged or a fourth of its characters; so `answers`."""
+    answers: list[int] = field(default_factory=list)
+    limits: Counter[int] = field(default_factory=Counter)
+    """Token limits of answers that requests name."""
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """Facts of a target's config."""
+
+    layers: int
+    vocabulary: int
+    context: int | None
+
+
+def init(log: Path, target: str, out: Path) -> None:
+    """Write a recipe for a log (file, folder or pattern) and a target, and say what was found and assumed.
+
+    Raises OwnershipError where `out` exists, MissingFileError where log or target does not, and InputError for a log
+    that no reader makes conversations of.
+    """
+    if out.exists():
+        raise OwnershipError(f"--out {out}: exists; name a new file")
+    storage.require_file_place(out, "--out")
+    # 1) What there is.
+    settings = TargetSettings(model=target).absolute()
+    of_target, defaults = _look_at(settings), sampling_defaults(settings)
+    source, facts = _read(log, defaults)
+    # 2) The recipe. It is loaded before it is written: what does not load is a defect here.
+    text = "\n".join(_lines(out, log, settings.model, source, facts, of_target)) + "\n"
+    with tempfile.TemporaryDirectory() as beside:
+        storage.write_bytes(Path(beside) / out.name, text.encode())
+        load_recipe(Path(beside) / out.name)
+    storage.write_bytes(out, text.encode())
+    # 3) The same in words: comments begin with "#".
+    for line in text.splitlines():
+        if (note := line.strip()).startswith("# "):
+            say(note[2:])
+    say(f"{out}: written; look at its mix: draftforge inspect-mix {out}")
+
+
+def _look_at(settings: TargetSettings) -> TargetFacts:
+    source = locate(settings)
+    with refused(f"--target {settings.model}"):
+        config = AutoConfig.from_pretrained(source.folder, gguf_file=source.gguf_file).get_text_config()
+    return TargetFacts(int(config.num_hidden_layers), int(config.vocab_size), context_length(settings))
+
+
+def _read(log: Path, defaults: dict[str, float]) -> tuple[FileSource, LogFacts]:
+    """The source that reads a log, and what is in it. Raises InputError where nothing is."""
+    kind, named = detect_kind(Path(), str(log))
+    path = next(iter(files.find(Path(), str(log))))
+    source = FileSource.model_validate(
+        {
+            "kind": kind,
+            "path": str(log),
+            "domain": None if named else _USUAL_DOMAIN,
+            "year": datetime.fromtimestamp(path.stat().st_mtime).year if kind == "vllm" else None,
+            "skip_invalid": True,
+        }
+    )
+    facts = LogFacts(kind, SourceCounts())
+    for record in read_records(source, Path(), 0, facts.counts):
+        facts.ids.add(record.id)
+        facts.domains[record.domain] += 1
+        own = record.sampling.model_dump() if record.sampling is not None else {}
+        served = {name: defaults[name] for name in record.server_sampling if name in defaults}
+        facts.sampling[SamplingSettings.model_validate({**API_DEFAULTS, **defaults, **own, **served})] += 1
+        lengths = lengths_of(record)
+        facts.prompts.append(lengths.prompt)
+        facts.answers += [] if lengths.answer is None else [lengths.answer]
+        facts.limits.update([] if record.max_new_tokens is None else [record.max_new_tokens])
+    if facts.counts.skipped > facts.counts.taken:
+        raise InputError(
+            f"--log {log}: read as kind {kind}, {facts.counts.skipped:,} lines break a rule and "
+            f"{facts.counts.taken:,} give a conversation; must be a log that one reader understands (docs/logs.md)"
+        )
+    return source.model_copy(update={"skip_invalid": facts.counts.skipped > 0}), facts
+
+
+def _lines(out: Path, log: Path, model: str, source: FileSource, facts: LogFacts, target: TargetFacts) -> Iterator[str]:
+    """Lines of the recipe. A comment tells what was found or assumed for the lines below it."""
+    counts, conversations = facts.counts, len(facts.ids)
+    yield f"# Made by draftforge init of {log.name} for {Path(model).name}. All keys: draftforge recipe schema"
+    yield f"name: {re.sub(r'[^a-z0-9._-]+', '-', log.stem.lower()).strip('-._') or 'log'}"
+    yield from _yaml({"target": {"model": _place(Path(model), out) if Path(model).exists() else model}})
+
+    # 1) The mix.
+    left = ", ".join(f"{count:,} {reason}" for reason, count in counts.left_out.items())
+    yield f"# {counts.read:,} lines or requests read as kind {facts.kind}: {conversations:,} different conversations"
+    if left or counts.skipped:
+        broken = f"{counts.skipped:,} broken" if counts.skipped else ""
+        yield f"# not taken: {', '.join(part for part in (left, broken) if part)}"
+    if source.domain is not None:
+        yield f"# assumed: one domain, {source.domain}; mix.domains has rules and clusters that tell several apart"
+    else:
+        named = ", ".join(f"{name} {count:,}" for name, count in facts.domains.most_common(6))
+        yield f"# domains, as its lines name them: {named}"
+    if source.year is not None:
+        yield f"# assumed: the year {source.year}, that of the file; the log's lines name none"
+    asked = source.model_dump(exclude_defaults=True, exclude_none=True) | {"path": _place(log, out)}
+    mix: dict[str, Any] = {"sources": [{"kind": facts.kind, **asked}]}
+    share = max(0.15, min(0.3, _HOLDOUT / conversations))
+    if share > 0.15:
+        yield f"# few conversations: {share:.0%} of them select, {share:.0%} judge; the gate asks for 20 clusters"
+        mix |= {"selection_share": round(share, 2), "holdout_share": round(share, 2)}
+    yield from _yaml({"mix": mix})
+
+    # 2) Lengths: of prompts and answers, and what the target's context holds.
+    tokens = _tokens(facts, target)
+    yield f"# tokens of prompts, p50 and p95: {_percentiles(facts.prompts)}; the target's context: {target.context}"
+    over = sum(prompt + tokens > (target.context or prompt + tokens) for prompt in facts.prompts)
+    if over:
+        yield f"# {over:,} prompts do not fit the context with an answer of that length: they are left out, and counted"
+    if facts.answers:
+        yield f"# tokens of answers, p50 and p95: {_percentiles(facts.answers)}; estimated where they are not logged"
+    else:
+        yield f"# assumed: answers of at most {tokens} tokens, as the log holds none"
+    yield from _yaml({"capture": {"max_new_tokens": tokens}})
+
+    # 3) The draft.
+    steps = _steps(facts, tokens)
+    family = "eagle3" if target.layers >= _EAGLE3_LAYERS else "eagle"
+    yield f"# assumed: family {family}, which fits a target of {target.layers} layers; about {_EPOCHS} epochs"
+    draft: dict[str, Any] = {"family": family, "steps": steps, "tokens_per_step": _TOKENS_PER_STEP}
+    draft |= {"learning_rate": 1e-3, "warmup_steps": steps // 10, "score_every": steps // 2}
+    if family == "eagle3":
+        draft["optimizer"] = "muon"
+        if target.vocabulary > _LARGE_VOCABULARY:
+            draft["draft_vocabulary"] = _DRAFT_VOCABULARY
+        if facts.kind in ("vllm", "sglang"):
+            draft["serving_engines"] = [facts.kind]
+    yield from _yaml({"drafts": {family: draft}})
+
+    # 4) The score.
+    scored = _scored(facts)
+    shares = ", ".join(f"{one.key} {count / facts.sampling.total():.0%}" for one, count in scored)
+    yield f"# sampling settings of the log, with the target's and the API's own where it names none: {shares}"
+    yield from _yaml({"score": {"sampling": [_short(one) for one, _ in scored]}})
+
+
+def _tokens(facts: LogFacts, target: TargetFacts) -> int:
+    """Longest answer to capture: the 95th percentile of those logged in steps of 64, or what most requests allow."""
+    longest = (
+        int(np.percentile(facts.answers, 95)) if facts.answers else next(iter(dict(facts.limits.most_common(1))), 256)
+    )
+    rounded = min(max(64, -(-longest // 64) * 64), 2048)
+    return min(rounded, max(1, (target.context or 2 * rounded) // 2))
+
+
+def _steps(facts: LogFacts, tokens: int) -> int:
+    supervised = np.mean(np.minimum(facts.answers, tokens)) if facts.answers else tokens
+    each = float(np.mean(facts.prompts)) + float(supervised)
+    steps = int(_EPOCHS * len(facts.ids) * each / _TOKENS_PER_STEP)
+    return max(_FEWEST_STEPS, min(_MOST_STEPS, -(-steps // 10) * 10))
+
+
+def _scored(facts: LogFacts) -> list[tuple[SamplingSettings, int]]:
+    """Commonest sampling settings of the log, those of a tenth of it or more; at least one."""
+    common = [
+        (one, count) for one, count in facts.sampling.most_common() if count >= _LEAST_SHARE * facts.sampling.total()
+    ]
+    # Settings that draw alike share a key.
+    by_key = {one.key: (one, count) for one, count in reversed(common or facts.sampling.most_common(1))}
+    return list(reversed(by_key.values()))[:_MOST_SCORED]
+
+
+def _short(sampling: SamplingSettings) -> dict[str, Any]:
+    return {"temperature": sampling.temperature, **sampling.model_dump(exclude_defaults=True)}
+
+
+def _percentiles(values: Sequence[int]) -> str:
+    return " and ".join(f"{value:,.0f}" for value in np.percentile(values, [50, 95]))
+
+
+def _place(path: Path, out: Path) -> str:
+    """Path as the recipe writes it: from its own folder where it lies there or below, else absolute."""
+    whole, folder = path.absolute(), out.absolute().parent
+    return f"./{whole.relative_to(folder)}" if whole.is_relative_to(folder) else str(whole)
+
+
+def _yaml(section: dict[str, Any]) -> Iterator[str]:
+    yield from yaml.safe_dump(section, sort_keys=False, allow_unicode=True).splitlines()

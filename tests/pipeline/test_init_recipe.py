@@ -1,0 +1,107 @@
+"""`draftforge init`: the kind of a log is found, the recipe loads and makes its mix, and nothing is guessed at."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from made_logs import LINES, write_log
+
+from draftforge.data.mix import load_manifest
+from draftforge.data.sources import detect_kind, read
+from draftforge.errors import InputError, MissingFileError, OwnershipError
+from draftforge.pipeline.init_recipe import init
+from draftforge.pipeline.stages import Stages, mix_stage
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import Recipe, load_recipe
+from draftforge.specdec.sampling_settings import SamplingSettings
+
+REQUESTS = 60
+
+
+def made(folder: Path, log: Path, target: Path) -> Recipe:
+    init(log, str(target), folder / "recipe.yaml")
+    return load_recipe(folder / "recipe.yaml")
+
+
+@pytest.mark.parametrize("kind", LINES)
+def test_every_kind_of_log_is_found_and_read_whole(kind: str, tmp_path: Path, tiny_target_folder: Path) -> None:
+    write_log(tmp_path, kind, REQUESTS)
+    log = tmp_path / f"{kind}.{'txt' if kind == 'prompts' else 'log'}"
+    (tmp_path / f"{kind}.log").rename(log)
+    assert detect_kind(tmp_path, log.name) == (kind, kind in ("messages", "openai"))
+    recipe = made(tmp_path, log, tiny_target_folder)
+    (source,) = recipe.mix.sources
+    assert source.kind == kind and recipe.target.model == str(tiny_target_folder)
+    records, counts = read(source, tmp_path, 0)
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert f"{counts.read} lines or requests read as kind {kind}: {len({one.id for one in records})} different" in text
+    assert f"path: ./{log.name}" in text
+    # Domains are those of the lines, or one that is assumed and said.
+    domains = Counter(record.domain for record in records)
+    assert ("assumed: one domain, chat" in text) == (set(domains) == {"chat"}) == (source.domain == "chat")
+    for sampling in recipe.score.sampling:
+        assert sampling.temperature == (0.5 if kind in ("openai", "vllm") else 1.0)
+
+
+def test_the_recipe_makes_its_mix_at_once(tmp_path: Path, tiny_target_folder: Path) -> None:
+    write_log(tmp_path, "openai", REQUESTS, broken=(7,))
+    recipe = made(tmp_path, tmp_path / "openai.log", tiny_target_folder)
+    recipe = recipe.changed(f"workdir={tmp_path / 'work'}")
+    space = Workspace(recipe)
+    with space.alone():
+        manifest = load_manifest(mix_stage(Stages(space)).folder)
+    assert sum(manifest["conversations"]["holdout"].values()) >= 5
+    assert "1 broken" in (tmp_path / "recipe.yaml").read_text()
+    (draft,) = recipe.drafts.values()
+    assert draft.family == "eagle"  # four layers
+
+
+def test_figures_are_those_of_the_log(
+    tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sampling settings by share, and answers as long as 95 % of those logged."""
+    lines = []
+    for i in range(100):
+        ask = {
+            "messages": [{"role": "user", "content": f"question {i} " * (1 + i)}],
+            "temperature": 0.0 if i < 70 else 0.7,
+        }
+        ask |= {"temperature": 1.3} if i >= 95 else {}
+        usage = {"prompt_tokens": 5 * (i + 1), "completion_tokens": 100 if i < 90 else 200}
+        answer = {"choices": [{"message": {"role": "assistant", "content": "Yes."}}], "usage": usage}
+        lines.append(json.dumps({"request": ask, "response": answer}))
+    (tmp_path / "in").mkdir()
+    with gzip.open(tmp_path / "in/proxy.jsonl.gz", "wt") as file:
+        file.write("\n".join(lines))
+    recipe = made(tmp_path, tmp_path / "in", tiny_target_folder)
+    assert recipe.score.sampling == [SamplingSettings(temperature=0.0), SamplingSettings(temperature=0.7)]
+    assert recipe.capture.max_new_tokens == 256  # 200, in steps of 64
+    said = capsys.readouterr().err
+    assert "t0 70%, t0.7 25%" in said and "p50 and p95: 252 and 475; the target's context: 512" in said
+    assert f"{sum(5 * (i + 1) + 256 > 512 for i in range(100))} prompts do not fit the context" in said
+
+
+def test_what_cannot_be_read_is_refused(tmp_path: Path, tiny_target_folder: Path) -> None:
+    (tmp_path / "access.log").write_text('10.0.0.1 - - "GET /health HTTP/1.1" 200\n' * 9)
+    (tmp_path / "empty.log").write_text("")
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n' * 9)
+    out = tmp_path / "recipe.yaml"
+    for name, words in (
+        ("access.log", "no kind of log gives"),
+        ("rows.jsonl", "no kind of log"),
+        ("empty.log", "empty"),
+    ):
+        with pytest.raises(InputError, match=words):
+            init(tmp_path / name, str(tiny_target_folder), out)
+    with pytest.raises(MissingFileError, match=r"none\.log: no such file"):
+        init(tmp_path / "none.log", str(tiny_target_folder), out)
+    write_log(tmp_path, "turns", 40)
+    with pytest.raises(MissingFileError, match=r"target\.model"):
+        init(tmp_path / "turns.log", str(tmp_path / "nowhere"), out)
+    assert not out.exists()
+    out.write_text("mine")
+    with pytest.raises(OwnershipError, match=r"recipe\.yaml: exists"):
+        init(tmp_path / "turns.log", str(tiny_target_folder), out)
+    assert out.read_text() == "mine"
