@@ -1,8 +1,8 @@
 """Masking of secrets in what is shown or kept: errors, reports, recipes, MLflow, and what an operator's command prints.
 
-A name that says secret (`password`, `api_key`, `--token`), an address with a password, a key of known form, and the
-values of secret variables of this process's environment: each value becomes `***`. It is no redaction of people's text
-(`data/redact.py` is): it knows what commands, addresses and settings hold.
+A name that says secret (`password`, `api_key`, `--token`, `Cookie:`), an address or a `--user` with a password, a key
+of known form, and the values of secret variables of this process's environment: each value becomes `***`. It is no
+redaction of people's text (`data/redact.py` is): it knows what commands, addresses and settings hold.
 """
 
 import os
@@ -17,16 +17,36 @@ _WORKING_FOLDER = "PWD"  # every shell sets it; no password
 # `eos_token` and its like are ids of a tokenizer.
 _NAME = (
     r"(?![\w-]*?(?:bos|eos|pad|unk|mask|stop)[_-]token\b)(?:[\w-]{1,60}?[_-])?(?:(?:pg)?pass(?:word|wd|phrase)|pwd"
-    r"|secret|token|(?:api|access|private|secret|account)[_-]?key|credentials?|signature|sig)(?![\w-])"
+    r"|secret|token|(?:api|access|private|secret|account)[_-]?key|credentials?|signature|sig|authorization|cookie2?)"
+    r"(?![\w-])"
 )
 _STARTS = r"(?<![\w-])"
 # To the end of the quotes that stand before it, or a word.
-_VALUE = r"(?:(?<=\")[^\"\n]{1,512}(?=\")|(?<=')[^'\n]{1,512}(?=')|[^\s&\"',;)}\]]+)"
+_QUOTED = r"(?<=\")[^\"\n]{1,512}(?=\")|(?<=')[^'\n]{1,512}(?=')"
+_VALUE = rf"(?:{_QUOTED}|[^\s&\"',;)}}\]]+)"
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
+_SECRET_HEADER = re.compile(rf"({_NAME}\s{{0,8}}:\s{{0,8}}).+", re.IGNORECASE | re.DOTALL)
+_LOGIN_FLAGS = ("-u", "-U", "--user", "--proxy-user")
 _RULES = [
     # User and password of an address; a password may hold a slash or an @, so the last @ counts.
     (r"//(?:[^\s/@:]{0,128}:[^\s\"']{0,256}|[^\s/]{0,256})@", f"//{MASK}@"),
-    (r"\b(authorization\"?\s{0,8}[:=]\s{0,8}\"?(?:(?:bearer|basic|token)\s+)?)[^\s\"',]+", rf"\1{MASK}"),
+    # Headers: to the end of their quotes; without quotes a scheme of several values, and cookies, to that of the line.
+    (
+        r"((?P<quote>[\"'])(?:proxy-)?(?:authorization|(?:set-)?cookie2?)\s{0,8}:\s{0,8})"
+        r"(?:(?!(?P=quote))[^\r\n]){1,4096}(?=(?P=quote))",
+        rf"\1{MASK}",
+    ),
+    (r"\b(authorization\s{0,8}:\s{0,8})(?:digest|hawk|oauth|aws4-[\w-]{1,20})\s[^\r\n]+", rf"\1{MASK}"),
+    (r"\b(cookie2?\s{0,8}:\s{0,8})[\w.-]{1,128}=[^\r\n]+", rf"\1{MASK}"),
+    (r"\b(authorization[\"']?\s{0,8}[:=]\s{0,8}[\"']?(?:(?:bearer|basic|token)\s+)?)[^\s\"',]+", rf"\1{MASK}"),
+    (rf"({_STARTS}(?:-H|--header)[\s=]{{0,8}}[\"']?{_NAME}\s{{0,8}}:\s{{0,8}})[^\s\"']+", rf"\1{MASK}"),
+    # What curl takes: --user name:password, -b name=value.
+    (
+        rf"({_STARTS}(?:{'|'.join(_LOGIN_FLAGS)})[\s=]{{0,8}}[\"']?)(?:(?<=\")[^\"\n:]{{0,128}}:[^\"\n]{{1,512}}"
+        rf"|(?<=')[^'\n:]{{0,128}}:[^'\n]{{1,512}}|[^\s:\"'=/]{{1,128}}:(?!//)[^\s\"']+)",
+        rf"\1{MASK}",
+    ),
+    (rf"({_STARTS}-b[\s=]{{1,8}}[\"']?)(?=[\w.-]{{1,128}}=)(?:{_QUOTED}|[^\s\"']+)", rf"\1{MASK}"),
     (r"\b((?:bearer|basic)\s+)(?=[^\s\"']{0,256}[\d=])[\w+/=.~-]{8,}", rf"\1{MASK}"),
     # name=value, --name value, "name": "value"; and name: value where the value has a digit, as errors begin so.
     (rf"({_STARTS}-{{0,2}}{_NAME}[\"']?\s{{0,8}}=\s{{0,8}}[\"']?){_VALUE}", rf"\1{MASK}"),
@@ -64,12 +84,19 @@ def masked_value(value: Any) -> Any:
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
-        # `--password hunter2` is two elements of a command.
-        flags = [isinstance(one, str) and one[:1] == "-" and _is_secret(one.lstrip("-")) for one in value]
-        return [
-            MASK if after and isinstance(one, str) else masked_value(one) for one, after in zip(value, [False, *flags])
-        ]
+        return [_masked_behind(flag, one) for flag, one in zip(("", *value), value)]
     return masked(value) if isinstance(value, str) else value
+
+
+def _masked_behind(flag: Any, value: Any) -> Any:
+    """Element of a command, masked for the flag before it, too: `--password hunter2` is two elements."""
+    if isinstance(flag, str) and flag[:1] == "-" and isinstance(value, str):
+        login, cookie = flag in _LOGIN_FLAGS and ":" in value, flag == "-b" and "=" in value
+        if login or cookie or _is_secret(flag.lstrip("-")):
+            return MASK
+        if flag in ("-H", "--header"):
+            value = _SECRET_HEADER.sub(rf"\1{MASK}", value)
+    return masked_value(value)
 
 
 @lru_cache(maxsize=4096)

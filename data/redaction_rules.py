@@ -8,6 +8,7 @@ character. Verification takes microseconds.
 
 import re
 import socket
+import string
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate
@@ -306,67 +307,91 @@ _LINES = (
 )
 
 
-def _plan(every: Iterable[phonenumbers.PhoneMetadata | None]) -> str:
-    """Pattern of the valid national numbers of some regions, as phonenumbers has them."""
-    found = []
-    for metadata in filter(None, every):
-        described = (getattr(metadata, name) for name in ("general_desc", *_LINES))
-        general, *lines = (one.national_number_pattern if one else None for one in described)
-        found.append(rf"(?=(?:{general})\Z)(?:{'|'.join(filter(None, lines))})")
-    return "|".join(found) or r"(?!)"
+class _NumberPlan(NamedTuple):
+    """Valid numbers of one length, as phonenumbers has them."""
+
+    lines: re.Pattern[str]
+    """Numbers of all kinds of lines; quick to tell that there is none."""
+    regions: re.Pattern[str]
+    """The same, where the region of the line has such numbers at all."""
+
+    def has(self, digits: str) -> bool:
+        return self.lines.fullmatch(digits) is not None and self.regions.fullmatch(digits) is not None
+
+
+def _number_plan(prefixed: Iterable[tuple[str, phonenumbers.PhoneMetadata | None]], length: int) -> _NumberPlan | None:
+    """Plan of some regions' national numbers, each behind a prefix, of so many digits in all; None: there are none."""
+    lines_of: dict[tuple[str, str], dict[str, None]] = {}
+    for prefix, metadata in prefixed:
+        general, *lines = (getattr(metadata, name, None) for name in ("general_desc", *_LINES))
+        if general and (size := length - len(prefix)) in general.possible_length:
+            lines = [one for one in lines if one and one.national_number_pattern]
+            patterns = [one.national_number_pattern for one in lines if size in (one.possible_length or (size,))]
+            lines_of.setdefault((prefix, general.national_number_pattern), {}).update(dict.fromkeys(patterns))
+    found = [(prefix, general, "|".join(lines)) for (prefix, general), lines in lines_of.items() if lines]
+    if not found:
+        return None
+    return _NumberPlan(
+        re.compile("|".join({rf"{prefix}(?:{lines})": None for prefix, _, lines in found})),
+        re.compile("|".join(rf"{prefix}(?=(?:{general})\Z)(?:{lines})" for prefix, general, lines in found)),
+    )
+
+
+_REGIONS = {str(code): regions for code, regions in phonenumbers.COUNTRY_CODE_TO_REGION_CODE.items()}
+_METADATA = phonenumbers.PhoneMetadata
 
 
 @cache
-def _abroad_plan(code: int) -> re.Pattern[str] | None:
-    """Pattern of the national numbers under a calling code; None: there is no such code."""
-    regions = phonenumbers.COUNTRY_CODE_TO_REGION_CODE.get(code)
+def _abroad_plan(code: str, length: int) -> _NumberPlan | None:
+    """Plan of the national numbers under a calling code."""
+    regions = _REGIONS[code]
     if regions == ("001",):
-        return re.compile(_plan([phonenumbers.PhoneMetadata.metadata_for_nongeo_region(code)]))
-    return re.compile(_plan(map(phonenumbers.PhoneMetadata.metadata_for_region, regions))) if regions else None
+        return _number_plan([("", _METADATA.metadata_for_nongeo_region(int(code)))], length)
+    return _number_plan((("", _METADATA.metadata_for_region(region)) for region in regions), length)
 
 
 def _abroad(digits: str) -> bool:
     """Whether digits that begin with a calling code are a valid number; `(0)` may stand behind the code."""
     digits = digits.removeprefix("00")
-    for size in range(1, min(3, len(digits)) + 1):
-        plan = _abroad_plan(int(digits[:size]))
-        if plan is not None:
-            rest = digits[size:]
-            return plan.fullmatch(rest) is not None or (rest[:1] == "0" and plan.fullmatch(rest[1:]) is not None)
+    for size in (1, 2, 3):
+        if (code := digits[:size]) in _REGIONS:
+            for rest in (digits[size:], digits[size + 1 :] if digits[size : size + 1] == "0" else ""):
+                if (plan := _abroad_plan(code, len(rest))) and plan.has(rest):
+                    return True
+            break
     return False
 
 
 @cache
-def _national_plan(countries: tuple[str, ...]) -> re.Pattern[str]:
-    """Pattern of the numbers of some countries as they are dialled inside of them."""
-    every = {country: phonenumbers.PhoneMetadata.metadata_for_region(country) for country in countries}
-    prefixes = {country: metadata.national_prefix for country, metadata in every.items() if metadata}
+def _national_plan(countries: tuple[str, ...], length: int) -> _NumberPlan | None:
+    """Plan of the numbers of some countries as they are dialled inside of them."""
+    every = {country: metadata for country in countries if (metadata := _METADATA.metadata_for_region(country))}
     # Without a trunk prefix, in countries that are dialled so; and with each.
-    found = [_plan(every[country] for country, prefix in prefixes.items() if prefix in (None, "1") or country in _BARE)]
-    for prefix in sorted(set(filter(None, prefixes.values()))):
-        behind = _plan(every[country] for country in prefixes if prefixes[country] == prefix)
-        found.append(rf"{prefix}(?:{behind})")
-    return re.compile("|".join(found))
+    bare = [
+        ("", metadata)
+        for country, metadata in every.items()
+        if metadata.national_prefix in (None, "1") or country in _BARE
+    ]
+    behind = [(metadata.national_prefix, metadata) for metadata in every.values() if metadata.national_prefix]
+    return _number_plan([*bare, *behind], length)
 
 
-_NO_DIGITS = {ord(mark): None for mark in "+ .()/-"}
+def _national(countries: tuple[str, ...], digits: str) -> bool:
+    """Whether digits are a valid number inside of one of the countries."""
+    plan = _national_plan(countries, len(digits))
+    return plan is not None and plan.has(digits)
 
 
-def _phone(valid: Callable[[str], object], found: str, text: str, start: int) -> Span | None:
+_PHONE_MARKS = "+ .()/-"
+
+
+def _phone(valid: Callable[[str], bool], found: str, text: str, start: int) -> Span | None:
     """The number that the text begins with; up to two groups of digits behind it may be none of its own."""
-    if valid(found.translate(_NO_DIGITS)):
-        return 0, len(found)
-    for _ in range(2):
-        last = _LAST_GROUP.search(found)
-        if last is None:
-            break
-        found = found[: last.start()]
-        if valid(found.translate(_NO_DIGITS)):
+    for _ in range(3):
+        if valid(found.encode().translate(None, _PHONE_MARKS.encode()).decode()):
             return 0, len(found)
+        found = found.rstrip(string.digits).rstrip(_PHONE_MARKS)
     return None
-
-
-_LAST_GROUP = re.compile(r"(?<=\d)\D+\d+\Z")
 
 
 def rules(kinds: Sequence[Kind], countries: Sequence[str] = ()) -> list[Rule]:
@@ -376,12 +401,10 @@ def rules(kinds: Sequence[Kind], countries: Sequence[str] = ()) -> list[Rule]:
     """
     phones = [
         Rule("phone", _PHONE_ABROAD, partial(_phone, _abroad), digit=True),
-        Rule("phone", _PHONE_SHAPES, partial(_phone, _national_plan(_SHAPED_COUNTRIES).fullmatch), digit=True),
+        Rule("phone", _PHONE_SHAPES, partial(_phone, partial(_national, _SHAPED_COUNTRIES)), digit=True),
     ]
     if countries:
-        phones.append(
-            Rule("phone", _PHONE_ANY, partial(_phone, _national_plan(tuple(countries)).fullmatch), digit=True)
-        )
+        phones.append(Rule("phone", _PHONE_ANY, partial(_phone, partial(_national, tuple(countries))), digit=True))
     return [rule for rule in (*_RULES, *phones) if rule.kind in kinds]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import fingerprint
-from ..errors import DraftforgeError, InputError, MissingFileError, one_line
+from ..errors import DraftforgeError, FormatError, InputError, MissingFileError, one_line
 from ..progress import say
 from ..storage import check_hub_name, read_object
 from .expressions import check_short, matching
@@ -378,7 +378,11 @@ def _present(folder: Path, patterns: Iterable[str]) -> list[str]:
 def _config_digest(path: Path) -> str | None:
     if not path.is_file():
         return None
-    return fingerprint.of_json({key: value for key, value in read_object(path).items() if key not in _CONFIG_NOISE})
+    config = {key: value for key, value in read_object(path).items() if key not in _CONFIG_NOISE}
+    try:
+        return fingerprint.of_json(config)
+    except ValueError as error:
+        raise FormatError(f"{path}: holds a number or text that has no JSON ({error})") from None
 
 
 def rendered_by_vllm(settings: TargetSettings) -> str | None:

@@ -30,6 +30,13 @@ from draftforge.masking import masked, masked_value
             "https://h/x?X-Amz-Signature=***&X-Amz-Security-Token=***",
         ),
         ("got hf_abcdefghij0123456789 there", "got *** there"),
+        ("curl -u ann:pw -U 'a:p w' x", "curl -u *** -U '***' x"),
+        ('curl -uann:pw --user=ann:pw --proxy-user "a b:c" x', 'curl -u*** --user=*** --proxy-user "***" x'),
+        ("curl -H 'Cookie: a=b; c=d' -b sid=1 --cookie 's=1; t=2' x", "curl -H 'Cookie: ***' -b *** --cookie '***' x"),
+        ('curl -H "Authorization: hunter two" -H X-Api-Key:abc x', 'curl -H "Authorization: ***" -H X-Api-Key:*** x'),
+        ("Set-Cookie: sid=ab; Path=/\nHost: h", "Set-Cookie: ***\nHost: h"),
+        ("Authorization: Digest username=u, response=r\nHost: h", "Authorization: ***\nHost: h"),
+        ("{'Authorization': 'Basic abcdefgh', 'Cookie': 'a b'}", "{'Authorization': '***', 'Cookie': '***'}"),
     ],
 )
 def test_secrets_are_masked(text: str, shown: str) -> None:
@@ -45,6 +52,7 @@ def test_secrets_are_masked(text: str, shown: str) -> None:
         "registry.password: unknown key; the nearest known one is registry.model",
         "the prompt has token 128 ('x'), the embeddings have 64 rows",
         "basic functionality of bearer tokens",
+        "python -u train.py --user ann --cookie-jar jar, -b main, cookie: none, -u http://h/x",
     ],
 )
 def test_what_errors_say_stays(text: str) -> None:
@@ -64,12 +72,44 @@ def test_values_are_masked_by_their_keys_and_flags() -> None:
         "api_key": "v",
         "api_key_env": "NAME",
         "deep": [{"secret": "s", "n": 3, "none": None}],
+        "curl": [
+            "curl",
+            "-u",
+            "a:b",
+            "-H",
+            "Cookie: a",
+            "-H",
+            "Authorization: Custom x",
+            "-b",
+            "a=b",
+            "-u",
+            "ann",
+            "-",
+            3,
+        ],
+        "headers": {"Authorization": "plain", "cookie": "a=b"},
     }
     assert masked_value(value) == {
         "command": ["/bin/x", "--password", "***", "--out", "f", "TOKEN=***"],
         "api_key": "***",
         "api_key_env": "NAME",
         "deep": [{"secret": "***", "n": 3, "none": None}],
+        "curl": [
+            "curl",
+            "-u",
+            "***",
+            "-H",
+            "Cookie: ***",
+            "-H",
+            "Authorization: ***",
+            "-b",
+            "***",
+            "-u",
+            "ann",
+            "-",
+            3,
+        ],
+        "headers": {"Authorization": "***", "cookie": "***"},
     }
 
 
@@ -79,5 +119,17 @@ def test_long_texts_are_masked_in_linear_time(tmp_path: Path) -> None:
 
 
 def _mask_long_texts() -> None:
-    for piece in ("//a:", "--token ", "a_", "bearer ", "sk-", "eyJaaaaaaaa.", "password"):
+    for piece in (
+        "//a:",
+        "--token ",
+        "a_",
+        "bearer ",
+        "sk-",
+        "eyJaaaaaaaa.",
+        "password",
+        "-u a",
+        "'cookie:",
+        "-b a=",
+        "-H ",
+    ):
         masked(piece * (200_000 // len(piece)), {})

@@ -237,7 +237,11 @@ class FeatureSettings(_Training):
     def _one_weight_a_token(self) -> "FeatureSettings":
         if isinstance(self.step_weights, list) and len(self.step_weights) != self.draft_tokens:
             raise ValueError(f"step_weights {self.step_weights}: must be as many as draft_tokens {self.draft_tokens}")
-        if (least := min(self.weight_of_steps())) < _LEAST_WEIGHT:
+        try:
+            least = min(self.weight_of_steps())
+        except OverflowError:
+            raise ValueError(f"step_weights {self.step_weights}: its powers are too large to compute with") from None
+        if least < _LEAST_WEIGHT:
             raise ValueError(
                 f"step_weights {self.step_weights}: gives a token weight {least:g}, must be at least {_LEAST_WEIGHT:g}"
             )

@@ -304,6 +304,7 @@ def test_values_and_names_of_json_are_redacted() -> None:
         "0123 4567890 ",
         "::1 ",
         "+1 2 3 4 5 6 7 8 ",
+        "1 2+15354 1657 8",
         "password:'${",
         "cookie: a=b",
         "-----BEGIN PGP MESSAGE-----",

@@ -261,3 +261,11 @@ def test_gguf_keys_that_ask_for_more_than_the_file_holds_are_refused(tmp_path: P
         (tmp_path / "odd.gguf").write_bytes(replaced(data, start + struct.pack("<I", value), start + b"\xff" * 4))
         with pytest.raises(FormatError, match=r"weights or more, the file holds 32"):
             check_size(tmp_path, "target", "odd.gguf")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", '"\\ud800"'])
+def test_a_config_with_a_value_that_has_no_json_is_refused(folder: Path, value: str) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace("{", f'{{"odd": {value},', 1))
+    with pytest.raises(FormatError, match=r"config\.json: holds a number or text that has no JSON"):
+        target_fingerprint(TargetSettings(model=str(folder)))

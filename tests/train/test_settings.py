@@ -174,6 +174,8 @@ def test_a_weight_a_token_ahead() -> None:
     for wrong in (0.0, [1.0, 1.0, 0.0, 1.0]):
         with pytest.raises(ValidationError, match="greater than 0"):
             Eagle3Settings(step_weights=wrong)
+    with pytest.raises(ValidationError, match=r"step_weights 1e\+200: its powers are too large"):
+        Eagle3Settings(step_weights=1e200)
     for small in (1e-4, [1.0] * 15 + [1e-40]):
         with pytest.raises(
             ValidationError, match=r"step_weights .*: gives a token weight 1e-(60|40), must be at least"
