@@ -42,6 +42,10 @@ class MissingFileError(DraftforgeError, FileNotFoundError):
     """A file or folder that the user named does not exist."""
 
 
+class SlowTemplateError(DraftforgeError, TimeoutError):
+    """A target's chat template takes too many steps for all prompts together."""
+
+
 class CorruptDataError(DraftforgeError, ValueError):
     """A stored file does not match its recorded digest, shape or format."""
 

@@ -12,6 +12,8 @@ not counted may not be called.
 import re
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sized, ValuesView
 from contextvars import ContextVar
+from dataclasses import dataclass
+from enum import Flag, auto
 from functools import wraps
 from string import Formatter
 from types import BuiltinFunctionType, FunctionType
@@ -24,55 +26,110 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from ..errors import SlowTemplateError
 from ..specdec.target_settings import TemplateLimits
 
 LIMITS: ContextVar[TemplateLimits] = ContextVar("template limits", default=TemplateLimits())  # noqa: B039  frozen
 """Limits of what is being rendered: templates are compiled once, for all."""
 _ROUND = 32
+_FULL_RENDERINGS, _SPARED = 64, 4
 _MOST_BITS = 1 << 12
 _MOST_ODD_KEYS = 64  # of a dict that is written out; others than texts can be made to collide
 _STRFTIME_GROWTH = 256  # characters that Python lets the C library make of each of a format
 _BUILTIN = (str, list, dict, tuple, int, float)
-_METHODS = frozenset(
-    (
-        *("capitalize", "casefold", "center", "endswith", "expandtabs", "find", "format", "format_map", "join"),
-        *("isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric"),
-        *("isprintable", "isspace", "istitle", "isupper", "ljust", "lower", "lstrip", "partition", "removeprefix"),
-        *("removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip", "split"),
-        *("splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill", "count", "index"),
-        *("get", "items", "keys", "values", "copy", "bit_length", "is_integer"),
-    )
-)
-"""Methods of texts, lists, dicts and numbers that may be called: those whose time and result are counted below."""
 _LEFT_OUT = ("pprint", "random", "striptags", "urlize", "xmlattr")
 """Filters whose time or result has no bound in the size of their input, or no fixed one."""
-_MULTIPLYING = frozenset(
-    (
-        *(".center", ".ljust", ".rjust", ".zfill", ".expandtabs"),
-        *("center", "indent", "wordwrap", "batch", "slice", "round", "tojson"),
+
+
+class _Cost(Flag):
+    """What a filter, method or test takes. Without any of these: all that it is given, read once."""
+
+    WHOLE = 0
+    CONSTANT = auto()
+    """Reads nothing of the value; what it yields is counted as it is taken."""
+    SHALLOW = auto()
+    """Does not look into the items of the value."""
+    SAME_TEXT = auto()
+    """Gives a text back as it is."""
+    MULTIPLIES = auto()
+    """Makes a result that grows with the numbers and texts that it is given."""
+    BACKWARDS = auto()
+    """May compare all that it is given at each character."""
+    ITEMS = auto()
+    """Takes all items of what yields them one by one."""
+    ATTRIBUTES = auto()
+    """Looks up what it is given in each item, or compares the items."""
+    JOINS = auto()
+    REPLACES = auto()
+    FILLS_IN = auto()
+
+
+_COSTS = {
+    name: cost
+    for cost, names in (
+        # Methods, with a full stop in front: of texts, lists, dicts and numbers no others may be called.
+        (_Cost.CONSTANT, ".get .items .keys .values .bit_length .is_integer"),
+        (_Cost.SHALLOW, ".copy"),
+        (_Cost.WHOLE, ".capitalize .casefold .count .endswith .find .index .lower .partition .removeprefix"),
+        (_Cost.WHOLE, ".removesuffix .split .splitlines .startswith .swapcase .title .upper"),
+        (_Cost.WHOLE, ".isalnum .isalpha .isascii .isdecimal .isdigit .isidentifier .islower .isnumeric"),
+        (_Cost.WHOLE, ".isprintable .isspace .istitle .isupper"),
+        (_Cost.MULTIPLIES, ".center .expandtabs .ljust .rjust .zfill"),
+        (_Cost.BACKWARDS, ".lstrip .rfind .rindex .rpartition .rsplit .rstrip .strip"),
+        (_Cost.JOINS, ".join"),
+        (_Cost.REPLACES, ".replace"),
+        (_Cost.FILLS_IN, ".format .format_map"),
+        # Filters. Those that are not here are read whole.
+        (_Cost.CONSTANT, "attr count d default first float last length map reject rejectattr select selectattr"),
+        (_Cost.SHALLOW, "items reverse"),
+        (_Cost.SHALLOW | _Cost.ITEMS, "list"),
+        (_Cost.SAME_TEXT, "safe string"),
+        (_Cost.MULTIPLIES, "center indent round tojson wordwrap"),
+        (_Cost.MULTIPLIES | _Cost.ITEMS, "batch slice"),
+        (_Cost.BACKWARDS, "trim"),
+        (_Cost.ATTRIBUTES | _Cost.ITEMS, "groupby max min sort sum unique"),
+        (_Cost.JOINS | _Cost.ITEMS, "join"),
+        (_Cost.REPLACES, "replace"),
+        (_Cost.FILLS_IN, "format"),
     )
+    for name in names.split()
+}
+"""Cost of each filter and method by its name."""
+_CONSTANT_TESTS = (
+    *("boolean", "callable", "defined", "divisibleby", "even", "false", "filter", "float", "integer", "iterable"),
+    *("mapping", "none", "number", "odd", "sameas", "sequence", "string", "test", "true", "undefined"),
 )
-"""Filters and methods (these with a full stop) whose result grows with the numbers and texts that they are given."""
-_BACKWARDS = frozenset((".rfind", ".rindex", ".rsplit", ".rpartition", ".strip", ".lstrip", ".rstrip", "trim"))
-"""Filters and methods that may compare all that they are given at each character."""
-_OVER_ITEMS = frozenset(("join", "list", "sum", "sort", "unique", "groupby", "batch", "slice", "max", "min"))
-_BY_ATTRIBUTE = frozenset(("sort", "groupby", "unique", "sum", "max", "min"))
-_CONSTANT = frozenset(
-    (
-        *("length", "count", "first", "last", "default", "d", "attr", "float"),
-        *("map", "select", "selectattr", "reject", "rejectattr"),
-        *(".get", ".items", ".keys", ".values", ".bit_length", ".is_integer"),
-        *("is defined", "is undefined", "is none", "is string", "is mapping", "is iterable", "is sequence"),
-        *("is number", "is integer", "is float", "is boolean", "is callable", "is sameas", "is true", "is false"),
-        *("is odd", "is even", "is divisibleby", "is test", "is filter"),
-    )
-)
-"""Filters, methods and tests that read nothing of a value; what some yield is counted as it is taken."""
-_SHALLOW = frozenset(("list", "reverse", "items", ".copy"))
-"""Filters and methods that do not look into the items of a value."""
+_UNREAD = _Cost.CONSTANT | _Cost.SHALLOW
+"""Of these the result is not read."""
+_COSTS |= {f"is {name}": _Cost.CONSTANT for name in _CONSTANT_TESTS}
 _ROWS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 _PERCENT = re.compile(r"%[^a-zA-Z%]*\*")
 _WIDTH = re.compile(r"\d+(?:\.\d*)?[hlL]?[diouxXeEfFgGcrsa]")
+
+
+@dataclass
+class Total:
+    """What all renderings for one tokenizer took, and the size of what they were given.
+
+    A template that takes most of its steps for each conversation would take days for a log of them.
+    """
+
+    steps: int = 0
+    size: int = 0
+
+    def add(self, steps: int, size: int) -> None:
+        """Count a rendering. Raises SlowTemplateError where all together take more than real templates do."""
+        self.steps, self.size, limits = self.steps + steps, self.size + size, LIMITS.get()
+        most = limits.steps * _FULL_RENDERINGS + limits.steps_each // _SPARED * self.size
+        if self.steps > most:
+            raise SlowTemplateError(
+                f"target.model: its chat template takes more than {most:,} steps for its prompts together; "
+                "target.template_limits allows more"
+            )
+
+
+TOTAL: ContextVar[Total] = ContextVar("template total")
+"""Total of the tokenizer for which is rendered; none: nothing is added up."""
 
 
 class _BoundedTemplate(Template):
@@ -81,8 +138,12 @@ class _BoundedTemplate(Template):
     environment: "BoundedEnvironment"
 
     def render(self, *args: Any, **kwargs: Any) -> str:
-        self.environment.begin((args, kwargs))
-        return super().render(*args, **kwargs)
+        size = self.environment.begin((args, kwargs))
+        try:
+            return super().render(*args, **kwargs)
+        finally:
+            if total := TOTAL.get(None):
+                total.add(self.environment.taken, size)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
@@ -105,11 +166,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         own = {" tick": self._tick, " joined": self._joined, " sliced": self._sliced}
         dict.update(self.filters, own | {" read": self._read, " entered": self._entered})
 
-    def begin(self, given: Any) -> None:
-        """Begin a rendering of what is given."""
+    def begin(self, given: Any) -> int:
+        """Begin a rendering of what is given. Returns its size."""
         limits = LIMITS.get()
         self._left = limits.steps
-        self._left = self._most = limits.steps + limits.steps_each * self._size(given)
+        size = self._size(given)
+        self._left = self._most = limits.steps + limits.steps_each * size
+        return size
+
+    @property
+    def taken(self) -> int:
+        """Steps that the rendering has taken."""
+        return self._most - self._left
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         counted = _Counting().visit(source)
@@ -153,12 +221,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             found = super().call(context, called, *args, **kwargs)
             return self._read(found) if isinstance(found, str) else found
         # 2) Methods.
-        name = called.__name__
-        if not isinstance(owner, _BUILTIN) or name not in _METHODS:
-            raise SecurityError(f"calls {name}")
-        self._before(f".{name}", owner, args, kwargs)
+        name = f".{called.__name__}"
+        if not isinstance(owner, _BUILTIN) or name not in _COSTS:
+            raise SecurityError(f"calls {called.__name__}")
+        self._before(name, owner, args, kwargs)
         found = super().call(context, called, *args, **kwargs)
-        return found if f".{name}" in _CONSTANT | _SHALLOW else self._read(found)
+        return found if _COSTS[name] & _UNREAD else self._read(found)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """`format` of a text, which the sandbox makes safe, counted."""
@@ -176,18 +244,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter, or a test (`is NAME`), that counts what it reads and makes."""
         hidden = int(hasattr(function, "jinja_pass_arg"))  # a context, before the value
+        cost = _COSTS.get(name, _Cost.WHOLE)
 
         @wraps(function)
         def counted(*args: Any, **kwargs: Any) -> Any:
             passed, args = args[:hidden], args[hidden:]
-            if name in _OVER_ITEMS and args and isinstance(args[0], Iterator):
+            if cost & _Cost.ITEMS and args and isinstance(args[0], Iterator):
                 args = (list(args[0]), *args[1:])
             if args:
                 self._before(name, args[0], args[1:], kwargs)
             found = function(*passed, *args, **kwargs)
             if isinstance(found, Iterator):
                 return self._counted(found, self._size((args[1:], kwargs)))
-            return found if name in _CONSTANT or name in _SHALLOW else self._read(found)
+            return found if cost & _UNREAD else self._read(found)
 
         return counted
 
@@ -200,37 +269,37 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def _before(self, name: str, value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count what a method, filter or test reads, and what it may make of it."""
         # 1) What does not look into the value.
-        given = (*args, *kwargs.values())
-        text = isinstance(value, str)
-        if name in _CONSTANT:
+        given, cost = (*args, *kwargs.values()), _COSTS.get(name, _Cost.WHOLE)
+        if cost & _Cost.CONSTANT:
             self._spend(1)
             return
-        if name in _SHALLOW or (text and name in ("string", "safe")):
+        if cost & _Cost.SHALLOW or (cost & _Cost.SAME_TEXT and isinstance(value, str)):
             self._spend(1 + (len(value) // 4 if isinstance(value, Sized) else 1))
             return
         # 2) What reads all of it, once or more often.
         size, more = self._size(value), self._size(given)
         self._spend(1 + size + more)
         items = len(value) if isinstance(value, Sized) else 1
-        if name in _MULTIPLYING:
+        if cost & _Cost.MULTIPLIES:
             if name == "round" and any(isinstance(one, int) and abs(one) > 300 for one in given):
                 raise SecurityError("rounds to more than 300 digits")
             times = sum(abs(one) if isinstance(one, int) else self._size(one) for one in given)
             lines = size // 1024 if name == "wordwrap" else self._depth(value) if name == "tojson" and times else 1
             self._spend(size * max(times * max(lines, 1), lines))
-        elif name in _BACKWARDS:
+        elif cost & _Cost.BACKWARDS:
             self._spend(size * more // 16)
-        elif name in ("join", ".join"):
+        elif cost & _Cost.JOINS:
             joined, separators = (value, given) if name == "join" else (next(iter(given), ()), (value,))
             self._spend((len(joined) if isinstance(joined, Sized) else size) * self._size(separators))
-        elif name in ("replace", ".replace"):
+        elif cost & _Cost.REPLACES:
             self._spend(max((str(value).count(str(one)) for one in given), default=0) * more)
-        elif name in (".format", ".format_map") and text:
-            self._braces(value, given)
-        elif name == "format":
-            self._percent(str(value), given)
+        elif cost & _Cost.FILLS_IN:
+            if name == "format":
+                self._percent(str(value), given)
+            elif isinstance(value, str):
+                self._braces(value, given)
         # 3) What looks up an attribute of each item, or compares and copies each with all others.
-        if name in _BY_ATTRIBUTE:
+        if cost & _Cost.ATTRIBUTES:
             self._spend(items * more)
             if name == "unique" or any(isinstance(one, list | tuple) for one in given):
                 self._spend(items**2 // _MOST_ODD_KEYS + items * more)
@@ -277,9 +346,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return depth
 
     def _spend(self, steps: int) -> None:
-        self._left -= steps
-        if self._left < 0:
+        # What is refused is not done, so it is not counted.
+        if steps > self._left:
             raise SecurityError(f"takes more than {self._most:,} steps; target.template_limits allows more")
+        self._left -= steps
 
     def _read(self, value: Any) -> Any:
         _check_number(value)

@@ -44,7 +44,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import InputError
 from ..specdec.expressions import ids_of
 from ..specdec.target_settings import TemplateLimits
-from .bounded_templates import LIMITS, BoundedEnvironment
+from .bounded_templates import LIMITS, TOTAL, BoundedEnvironment, Total
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn
 from .logs.anthropic import BILLING_HEADER, MESSAGES_API
 
@@ -105,7 +105,8 @@ def render(
 ) -> list[int]:
     """Render messages to prompt ids with the tokenizer's chat template.
 
-    Raises InputError for a tokenizer without chat template and for messages that its template refuses.
+    Raises InputError for a tokenizer without chat template and for messages that its template refuses,
+    SlowTemplateError where its prompts together take too many steps.
     """
     return ids_of_prompt(tokenizer, render_prompt(tokenizer, messages, tools, template_args, prompt_end, engine))
 
@@ -139,7 +140,8 @@ def render_prompt(
     template's clock shows; None: now."""
     require_chat_template(tokenizer)
     try:
-        with _surroundings(asked_at, getattr(tokenizer, "template_limits", LIMITS.get())):
+        total = tokenizer.__dict__.setdefault("template_total", Total())
+        with _surroundings(asked_at, getattr(tokenizer, "template_limits", LIMITS.get()), total):
             prompt = _prompt(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
         prompt.whole.encode()
         return prompt
@@ -162,7 +164,7 @@ class _Clock:
 
 
 @contextmanager
-def _surroundings(time: float | None, limits: TemplateLimits) -> Iterator[None]:
+def _surroundings(time: float | None, limits: TemplateLimits, total: Total) -> Iterator[None]:
     """Let templates see this time, and bound what they do. transformers takes both from its modules alone.
 
     What it changes of messages from 5.24 on (fields without a value are gone, reasoning gets another name) it leaves:
@@ -183,6 +185,7 @@ def _surroundings(time: float | None, limits: TemplateLimits) -> Iterator[None]:
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
         stack.callback(LIMITS.reset, LIMITS.set(limits))
+        stack.callback(TOTAL.reset, TOTAL.set(total))
         yield
 
 

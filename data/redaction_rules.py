@@ -325,8 +325,8 @@ def _number_plan(prefixed: Iterable[tuple[str, phonenumbers.PhoneMetadata | None
     for prefix, metadata in prefixed:
         general, *lines = (getattr(metadata, name, None) for name in ("general_desc", *_LINES))
         if general and (size := length - len(prefix)) in general.possible_length:
-            lines = [one for one in lines if one and one.national_number_pattern]
-            patterns = [one.national_number_pattern for one in lines if size in (one.possible_length or (size,))]
+            known = [line for line in lines if line and size in (line.possible_length or (size,))]
+            patterns = filter(None, (line.national_number_pattern for line in known))
             lines_of.setdefault((prefix, general.national_number_pattern), {}).update(dict.fromkeys(patterns))
     found = [(prefix, general, "|".join(lines)) for (prefix, general), lines in lines_of.items() if lines]
     if not found:

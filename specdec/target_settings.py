@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class TemplateLimits(BaseModel):
-    """What a rendering of a chat template may take; no template of a real model comes near."""
+    """What a rendering of a chat template may take; no template of a real model comes near. All renderings of a run
+    together may take `steps` 64 times, and a quarter of `steps_each`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 

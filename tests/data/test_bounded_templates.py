@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from draftforge.data.bounded_templates import LIMITS, BoundedEnvironment
 from draftforge.data.chat_template import render_text
 from draftforge.data.conversation import Message
-from draftforge.errors import InputError
+from draftforge.errors import InputError, SlowTemplateError
 from draftforge.specdec.target_settings import TargetSettings, TemplateLimits
 from draftforge.specdec.targets import load_target_tokenizer
 
@@ -213,3 +214,32 @@ def test_a_template_of_many_messages_has_steps_to_spare() -> None:
     tools = [{"type": "function", "function": {"name": f"f{i}", "description": "x" * 500}} for i in range(100)]
     text = render_text(tokenizer, messages, tools)
     assert text.count("\n") == 4_001 and text.count('"function"') == 200
+
+
+def test_a_template_that_takes_many_steps_each_time_ends_the_run() -> None:
+    """A log of ten thousand conversations would take days, and would be left out whole."""
+    tokenizer = byte_level_tokenizer(["Hi there"], 262)
+    tokenizer.chat_template = "{% for i in range(60) %}{% endfor %}"
+    tokenizer.template_limits = TemplateLimits(steps=2_500, steps_each=0)
+    rendered = 0
+    with pytest.raises(SlowTemplateError, match=r"steps for its prompts together; target\.template_limits allows more"):
+        for _ in range(1_000):
+            render_text(tokenizer, ASK)
+            rendered += 1
+    assert 64 < rendered < 128
+    # One that fails at its limit counts, too; a target that is loaded anew begins anew.
+    del tokenizer.template_total
+    tokenizer.chat_template = "{% for i in range(1_500) %}{% endfor %}"
+    for _ in range(64):
+        with pytest.raises(InputError, match="refuses the messages"):
+            render_text(tokenizer, ASK)
+    with pytest.raises(SlowTemplateError):
+        for _ in range(9):
+            with suppress(InputError):
+                render_text(tokenizer, ASK)
+    # What is refused before it is done takes nothing.
+    del tokenizer.template_total
+    tokenizer.chat_template = "{{ 'a' * 10**9 }}"
+    for _ in range(99):
+        with pytest.raises(InputError, match="refuses the messages"):
+            render_text(tokenizer, ASK)
