@@ -236,7 +236,7 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
 
 def _check_server(uri: str, shown: str) -> Check:
     """Check an MLflow server by its /health endpoint; `shown`: its address without a password."""
-    from ..data.backends.http_json import bounded_session
+    from ..http_replies import bounded_session
 
     with bounded_session() as session:
         code = session.get(f"{uri.rstrip('/')}/health", timeout=PROBE_SECONDS).status_code

@@ -25,7 +25,6 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .. import storage
-from ..data.backends.http_json import BearerAuth, UnusableError, bounded_session, read_body
 from ..errors import (
     AcceptanceMismatchError,
     CorruptDataError,
@@ -38,6 +37,7 @@ from ..eval.acceptance import Estimate
 from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptance, compare, expected_acceptance, parse
 from ..eval.leaderboard import serving
 from ..eval.summary import describe_mismatch
+from ..http_replies import BearerAuth, UnusableError, bounded_session, read_body
 from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe

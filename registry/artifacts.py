@@ -21,9 +21,9 @@ from mlflow.store.artifact.models_artifact_repo import REGISTERED_MODEL_META_FIL
 from mlflow.utils.rest_utils import augmented_raise_for_status, http_request
 
 from .. import storage
-from ..data.backends.http_json import extend_time
 from ..errors import FormatError, InputError, LostFilesError, MissingFileError, RegistryError
 from ..fingerprint import of_file
+from ..http_replies import extend_time
 from ..masking import masked
 from .connect import Tracking, mlflow_errors
 

@@ -26,9 +26,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from .. import storage
-from ..data.backends.http_json import BoundedAdapter
 from ..errors import DiskFullError, DraftforgeError, InputError, RegistryError, TrackingError, one_line
 from ..fingerprint import of_bytes, short
+from ..http_replies import BoundedAdapter
 from ..masking import masked
 from .settings import RegistrySettings
 

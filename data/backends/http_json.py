@@ -1,44 +1,26 @@
-"""HTTP replies of bounded time and size, and JSON over HTTP with retries: lost connections, timeouts, 408, 425, 429,
-5xx and unusable replies are tried again.
-
-The timeout of requests is that of a single read: a server that sends a byte now and then, of headers too, would hold
-its client for ever. Under `BoundedAdapter` it is the time of the whole reply.
+"""JSON over HTTP with retries: lost connections, timeouts, 408, 425, 429, 5xx and unusable replies are tried again.
 
 The retry loop is our own. urllib3's `Retry` covers a request only until the reply's headers have come: it does not
 repeat a request whose body is cut or is no answer, its waits cannot be ended, and it obeys a `Retry-After` of any
 length.
 """
 
-import http.client
-import io
-import math
 import random
-import socket
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import requests
-from requests.adapters import HTTPAdapter
-from requests.auth import AuthBase
-from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
-from urllib3.exceptions import HTTPError
 
 from ...errors import DraftforgeError, EngineError, InputError, one_line
-from ...storage import parse_json, size_text
+from ...http_replies import BearerAuth, UnusableError, bounded_session, read_body
+from ...storage import parse_json
 
 T = TypeVar("T")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _CONNECT_SECONDS = 10.0
-_PIECE_BYTES = 1 << 16
 _RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-
-class UnusableError(ValueError):
-    """A reply that is no answer to what was asked."""
 
 
 class RefusedError(InputError):
@@ -54,135 +36,6 @@ class _RetryableError(Exception):
         super().__init__(message)
         self.wait_seconds = wait_seconds
         """Least wait before the next try (`Retry-After`)."""
-
-
-class BearerAuth(AuthBase):
-    """Sends the key and nothing else: without this, requests would send a password from the user's .netrc instead."""
-
-    def __init__(self, key: str | None) -> None:
-        self._key = key
-
-    def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        if self._key is not None:
-            request.headers["Authorization"] = f"Bearer {self._key}"
-        return request
-
-
-class _TimedReads(io.RawIOBase):
-    """What a socket receives: each read waits for what is left of its timeout, which counts for all of them."""
-
-    def __init__(self, sock: socket.socket, inner: io.RawIOBase) -> None:
-        self._socket, self._inner = sock, inner
-        wait = sock.gettimeout()
-        self.until = math.inf if wait is None else time.monotonic() + wait
-        """Time on the monotonic clock after which nothing is read."""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        if self.until < math.inf:
-            left = self.until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("the reply is not complete in time")
-            self._socket.settimeout(left)
-        return self._inner.readinto(buffer)
-
-    def fileno(self) -> int:
-        return self._inner.fileno()
-
-    def close(self) -> None:
-        self._inner.close()
-        super().close()
-
-
-class _TimedResponse(http.client.HTTPResponse):
-    """Reply whose status, headers and body come within the socket's timeout together."""
-
-    def __init__(self, sock: socket.socket, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.reads = _TimedReads(sock, self.fp.detach())
-        self.fp = io.BufferedReader(self.reads)
-
-
-class _TimedConnection(HTTPConnection):
-    response_class = _TimedResponse
-
-
-class _TimedSecureConnection(HTTPSConnection):
-    response_class = _TimedResponse
-
-
-class _TimedPool(HTTPConnectionPool):
-    ConnectionCls = _TimedConnection
-
-
-class _TimedSecurePool(HTTPSConnectionPool):
-    ConnectionCls = _TimedSecureConnection
-
-
-class BoundedAdapter(HTTPAdapter):
-    """Adapter of requests under which a reply's timeout is that of all of it, and its body has at most `most_bytes`.
-
-    Of a streamed reply the caller reads the body (`read_body`), within the same time.
-    """
-
-    most_bytes = 256 << 20
-
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        """Make the connections' pools: timed ones."""
-        super().init_poolmanager(*args, **kwargs)
-        self.poolmanager.pool_classes_by_scheme = {"http": _TimedPool, "https": _TimedSecurePool}
-
-    def proxy_manager_for(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the pools of connections to a proxy: timed ones."""
-        manager = super().proxy_manager_for(*args, **kwargs)
-        manager.pool_classes_by_scheme = {"http": _TimedPool, "https": _TimedSecurePool}
-        return manager
-
-    def send(self, request: requests.PreparedRequest, stream: bool = False, **kwargs: Any) -> requests.Response:  # type: ignore[override]
-        """Send a request. Raises requests.ConnectionError for a reply that is too large, too."""
-        reply = super().send(request, stream=True, **kwargs)
-        if not stream:
-            with reply:
-                try:
-                    reply._content = read_body(reply, self.most_bytes)
-                except UnusableError as error:
-                    raise requests.ConnectionError(str(error)) from None
-        return reply
-
-
-def extend_time(reply: requests.Response, seconds: float) -> None:
-    """Let the body of a streamed reply come within so many seconds from now, where a `BoundedAdapter` has sent it."""
-    reads = getattr(reply.raw._original_response, "reads", None)
-    if isinstance(reads, _TimedReads):
-        reads.until = time.monotonic() + seconds
-
-
-def bounded_session() -> requests.Session:
-    """A session of bounded replies."""
-    session = requests.Session()
-    for scheme in ("http://", "https://"):
-        session.mount(scheme, BoundedAdapter())
-    return session
-
-
-def read_body(reply: requests.Response, most_bytes: int) -> bytes:
-    """Read the body of a streamed reply, unpacked: at most so many bytes.
-
-    Raises UnusableError for a larger one, requests.ConnectionError for one that is cut or not complete in time.
-    """
-    parts, size = [], 0
-    try:
-        # What has come is taken at once: a read of a whole piece would unpack all of it.
-        while part := reply.raw.read1(_PIECE_BYTES, decode_content=True):
-            size += len(part)
-            if size > most_bytes:
-                raise UnusableError(f"the reply has more than {size_text(most_bytes)}")
-            parts.append(part)
-    except HTTPError as error:
-        raise requests.ConnectionError(error) from None
-    return b"".join(parts)
 
 
 class JsonServer:

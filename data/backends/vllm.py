@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from ...errors import EngineError, InputError, one_line
+from ...http_replies import UnusableError
 from ...specdec.continuous_batching import DecodedAnswer, QueuedRequest
 from ...specdec.requests import Request
 from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target, locate
 from ..settings import VllmBackend
 from ..teacher_logprobs import FLOOR
-from .http_json import JsonServer, RefusedError, UnusableError
+from .http_json import JsonServer, RefusedError
 
 _LEAST_TEMPERATURE = 0.01  # vLLM raises any lower one to this
 _MOST_MASS = 1.01  # of the top-k probabilities, rounding included

@@ -12,8 +12,9 @@ import requests
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from draftforge.data.backends.http_json import BoundedAdapter, JsonServer, bounded_session, extend_time, read_body
+from draftforge.data.backends.http_json import JsonServer
 from draftforge.errors import EngineError
+from draftforge.http_replies import BoundedAdapter, bounded_session, extend_time, read_body
 from draftforge.registry.connect import quick_requests
 
 Write = Callable[[BaseHTTPRequestHandler], object]
