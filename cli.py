@@ -483,6 +483,25 @@ def init(
     init_recipe.init(log, target, out)
 
 
+@app.command(rich_help_panel=LOOK)
+def plan(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option("--gpu", help="Kind of GPU: h100, h200 or a100.")] = "h100",
+    gpus: Annotated[
+        list[int] | None, typer.Option("--gpus", min=1, help="How many; again to compare: 1 and 8.")
+    ] = None,
+) -> None:
+    """Estimate memory, disk and hours of each stage on GPUs that are not here, with the basis of each figure.
+
+    Example: draftforge plan configs/qwen3-8b.yaml --gpu h100 --gpus 1 --gpus 8
+    """
+    loaded = _load(recipe, overrides)
+    from .pipeline import plan as planning
+
+    planning.plan(loaded, gpu, gpus or [1, 8])
+
+
 @recipe_app.command("show")
 def recipe_show(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Print the recipe with every default and override in place; secrets in it are masked.

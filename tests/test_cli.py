@@ -26,7 +26,7 @@ PLACES = {
     **dict.fromkeys(["distill", "mix", "capture", "train", "score", "promote"], "distill"),
     **dict.fromkeys(["fetch", "registry"], "registry_commands"),
     **{verb: verb for verb in ["retrain", "watch", "export", "generate", "bench", "doctor", "report"]},
-    "init": "init_recipe",
+    **{"init": "init_recipe", "plan": "plan"},
     **{"rollback": "promotion", "skip-layers": "layer_skip", "inspect-mix": "mix_report", "metrics": "monitoring"},
 }
 """The module of `draftforge.pipeline` that holds each verb's function."""
@@ -74,6 +74,8 @@ RECIPE = ("recipe", "r.yaml", ["seed=1"])
         ("capture r.yaml seed=1 --part 2/5", "capture", (RECIPE, None, "2/5", [])),
         ("capture r.yaml seed=1 --join a --join b", "capture", (RECIPE, None, None, [Path("a"), Path("b")])),
         ("distill r.yaml seed=1", "distill", (RECIPE,)),
+        ("plan r.yaml seed=1", "plan", (RECIPE, "h100", [1, 8])),
+        ("plan r.yaml seed=1 --gpu h200 --gpus 2", "plan", (RECIPE, "h200", [2])),
         ("init --log l --target t", "init", (Path("l"), "t", Path("recipe.yaml"))),
         ("mix r.yaml seed=1", "mix", (RECIPE,)),
         ("promote r.yaml seed=1", "promote", (RECIPE,)),
