@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
     PretrainedConfig,
@@ -124,6 +126,10 @@ TINY = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
+TINY_EYES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2} | {
+    "image_size": 28,
+    "patch_size": 14,
+}
 
 
 def step(shapes: plan.TargetShapes, accumulation: int = 1, **settings: Any) -> plan.Cost:
@@ -187,18 +193,24 @@ def test_recipes_for_real_models(name: str, tmp_path: Path, tiny_target_folder: 
         assert 0 < cost.seconds < 3 * 86400
 
     tiny = type(config)(**TINY | further)
-    model = AutoModelForCausalLM.from_config(tiny)
+    if isinstance(tiny, Gemma3TextConfig):  # the model reads pictures too
+        tiny = Gemma3Config(text_config=tiny.to_dict(), vision_config=TINY_EYES, mm_tokens_per_image=4)
+        model = AutoModelForImageTextToText.from_config(tiny)
+    else:
+        model = AutoModelForCausalLM.from_config(tiny)
     model.save_pretrained(tmp_path / "target")
-    for file in tiny_target_folder.glob("*token*"):
-        (tmp_path / "target" / file.name).write_bytes(file.read_bytes())
-    for file in tiny_target_folder.glob("chat_template*"):
-        (tmp_path / "target" / file.name).write_bytes(file.read_bytes())
+    for pattern in ("*token*", "chat_template*"):
+        for file in tiny_target_folder.glob(pattern):
+            (tmp_path / "target" / file.name).write_bytes(file.read_bytes())
     target = Target.load(TargetSettings(model=str(tmp_path / "target"), device="cpu"))
     (settings,) = recipe.drafts.values()
     asked = settings.model_copy(update={"draft_vocabulary": 200})
     assert family_of(asked).check(asked, lambda: target) is not None
-    small = plan.TargetShapes.of_config(tiny)
-    assert small.parameters == sum(one.numel() for one in target.model.parameters())
+    small = plan.load_shapes(recipe.changed(f"target.model={tmp_path / 'target'}"))
+    speaks = [
+        one for name, one in target.model.named_parameters() if "vision" not in name and "multi_modal" not in name
+    ]
+    assert small.parameters == sum(one.numel() for one in speaks)
     assert 2 * small.cache_bytes == probe_pass(target).token_bytes  # float32 here
 
 
