@@ -24,9 +24,10 @@ from .eval.settings import SELECTION_SPLIT, ScoreSettings
 from .pipeline import distill as flow
 from .pipeline.cli_options import StoreOptions
 from .pipeline.distill import Outcome
+from .pipeline.registry_listing import open_store
 from .pipeline.report import find_scored, newest_score
 from .pipeline.scoring import COUNTS_FILE
-from .pipeline.workspace import Workspace, open_store, open_workspace
+from .pipeline.workspace import Workspace, open_workspace
 from .recipe import Recipe
 from .registry.versions import CHAMPION, is_models_uri, require, resolve_models_uri
 from .specdec import stored_draft, targets

@@ -265,9 +265,9 @@ def fetch(
 
     Example: draftforge fetch served-draft --target .cache/smollm2-135m-instruct --workdir runs/demo --format vllm
     """
-    from .pipeline import registry_commands
+    from .pipeline import fetch as fetching
 
-    registry_commands.fetch(out, target, store, alias, layout, target_id)
+    fetching.fetch(out, target, store, alias, layout, target_id)
 
 
 @app.command(rich_help_panel=REGISTRY)
@@ -289,9 +289,9 @@ def registry(
     Example: draftforge registry --workdir runs/demo --decisions
     """
     loaded = None if recipe is None else _load(recipe, overrides)
-    from .pipeline import registry_commands
+    from .pipeline import registry_listing
 
-    registry_commands.registry(loaded, store, target, decisions, as_json)
+    registry_listing.registry(loaded, store, target, decisions, as_json)
 
 
 @app.command(rich_help_panel=REGISTRY)

@@ -25,6 +25,8 @@ from rich.table import Table
 from ..errors import DraftforgeError
 from ..masking import masked
 from ..progress import say
+from ..registry.settings import RegistrySettings
+from ..registry.store_address import resolve_uri
 from ..storage import size_text
 
 MINIMUM = {
@@ -207,12 +209,7 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
     """Check whether the MLflow store answers. Nothing is made there."""
     # The address, as a recipe without a `registry` section would resolve it.
     try:
-        from ..registry.connect import resolve_uri
-        from ..registry.settings import RegistrySettings
-
         uri = resolve_uri(RegistrySettings(tracking_uri=tracking_uri), workdir)
-    except ImportError as error:
-        return Check("tracking", "FAIL", f"MLflow cannot be imported: {error}", "pip install 'mlflow'")
     except DraftforgeError as error:
         return Check("tracking", "FAIL", str(error), "correct --tracking-uri or MLFLOW_TRACKING_URI")
     # SQLite needs a folder that can be written to; a server is asked; of other databases only the port is tried.

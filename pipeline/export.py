@@ -19,10 +19,11 @@ from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.champion_alias import judged_figures
-from ..registry.connect import Tracking, resolve_uri
+from ..registry.connect import Tracking
 from ..registry.gate import Evidence, times_text
 from ..registry.lineage import Version
 from ..registry.settings import RegistrySettings
+from ..registry.store_address import resolve_uri
 from ..registry.versions import champion, is_models_uri, resolve_models_uri
 from ..specdec.formats import (
     Format,

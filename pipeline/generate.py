@@ -14,6 +14,7 @@ from ..eval.draft_configs import DraftConfig
 from ..eval.settings import SELECTION_SPLIT
 from ..progress import say
 from ..recipe import Recipe
+from ..registry.store_address import store_exists
 from ..registry.versions import champion, resolve_models_uri
 from ..specdec.accept_rules import RULES
 from ..specdec.answers import Answer, GrowingText, answer_run, answers
@@ -29,7 +30,7 @@ from ..specdec.targets import Target
 from .cli_options import GenerateOptions
 from .draft_scorer import Scorer
 from .stages import captured_stages, checkpoints_of
-from .workspace import Workspace, require_whole, store_exists
+from .workspace import Workspace, require_whole
 
 NO_DRAFT = "none"
 DRAFTED = "bold green"

@@ -23,8 +23,9 @@ from ..distributed import ranks
 from ..errors import CorruptDataError, InputError, TrackingError
 from ..progress import say
 from ..recipe import Recipe
-from ..registry.connect import mlflow_errors, quick_requests, resolve_uri
+from ..registry.connect import mlflow_errors, quick_requests
 from ..registry.lineage import Version
+from ..registry.store_address import resolve_uri
 from ..registry.versions import champion, resolve_models_uri
 from ..specdec.drafts.base import DraftModule
 from ..specdec.formats import DraftMeta, load_draft, meta_file, read_meta

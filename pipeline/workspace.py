@@ -17,7 +17,6 @@ hooks/                what the operator's command was told after promotions and 
 mlflow.db, mlflow-artifacts/   the registry, unless the recipe or the environment names a server
 """
 
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -25,23 +24,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from .. import fingerprint, storage
 from ..distributed import ALONE, ranks
 from ..errors import CorruptDataError, InputError, LockedError, MissingFileError, OwnershipError, named
 from ..eval.cost_table import CostTable, read_tables
 from ..progress import say
 from ..recipe import Recipe
-from ..registry.connect import DATABASE_NAME, Tracking, open_tracking, quick_requests
-from ..registry.settings import RegistrySettings
+from ..registry.connect import Tracking, open_tracking, quick_requests
+from ..registry.store_address import store_exists
 from ..registry.tracking import TrackedRun, start_run
 from ..registry.versions import is_models_uri, resolve_models_uri
 from ..specdec.target_settings import TargetSettings
 from ..specdec.targets import Target, target_files, target_fingerprint
 from ..train.checkpoints import flatten
 from ..train.settings import Settings
-from .cli_options import StoreOptions
 
 OWNER_FILE, TARGETS_FILE, ANCESTORS_FILE = "owner.json", "targets.json", "ancestors.json"
 HALF_WRITTEN = (
@@ -116,40 +112,6 @@ def recorded(tracking: Tracking, name: str) -> Iterator[None]:
             ):
                 raise error
         raise
-
-
-def open_store(options: StoreOptions) -> Tracking:
-    """Open the store that the options name, else the environment's, else the one in a work folder.
-
-    Raises InputError for an unfit `model` (first part of registered names), MissingFileError where there is none.
-    """
-    # An absent option must not override the default of the settings.
-    try:
-        named = {} if options.model is None else {"model": options.model}
-        settings = RegistrySettings.model_validate({"tracking_uri": options.tracking_uri, **named})
-    except ValidationError as error:
-        raise InputError(f"--model {options.model}: {error.errors()[0]['msg']}") from None
-    home = options.workdir or Path("runs")
-    return _open(settings, home, f"--workdir {home}")
-
-
-def open_recipe_store(recipe: Recipe) -> Tracking:
-    """Open the recipe's store. Raises MissingFileError where it names none and its work folder holds none."""
-    return _open(recipe.registry, recipe.workdir, f"workdir {recipe.workdir}")
-
-
-def store_exists(settings: RegistrySettings, home: Path) -> bool:
-    """Whether a store is named by settings or environment, or the default one exists in the work folder `home`."""
-    named = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    return bool(named) or (home / DATABASE_NAME).is_file()
-
-
-def _open(settings: RegistrySettings, workdir: Path, where: str) -> Tracking:
-    """Open a store that exists; nothing is made. `where` names the work folder in the error."""
-    home = workdir.resolve()
-    if not store_exists(settings, home):
-        raise MissingFileError(f"{where}: holds no {DATABASE_NAME}; name the recipe's work folder or a store")
-    return open_tracking(settings, home)
 
 
 def require_whole(recipe: Recipe, what: str) -> None:

@@ -26,13 +26,13 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from .. import storage
-from ..errors import DiskFullError, DraftforgeError, InputError, RegistryError, TrackingError, one_line
+from ..errors import DiskFullError, DraftforgeError, RegistryError, TrackingError, one_line
 from ..fingerprint import of_bytes, short
 from ..http_replies import BoundedAdapter
 from ..masking import masked
 from .settings import RegistrySettings
+from .store_address import resolve_uri, sqlite_file
 
-DATABASE_NAME = "mlflow.db"
 KIND_TAG, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 """Tag of an experiment, and its value by which MLflow's pages file it under model training and open its runs."""
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
@@ -64,7 +64,7 @@ class Tracking:
 def open_tracking(settings: RegistrySettings, home: Path) -> Tracking:
     """Open the store, or raise TrackingError in one line. `home` holds the local default's database and artifacts."""
     uri = resolve_uri(settings, home)
-    database = _sqlite_file(uri)
+    database = sqlite_file(uri)
     locks = _lock_folder(uri, database)
     with storage.lock(locks / "mlflow.open.lock", timeout_seconds=120, what="a process that opens the same store"):
         client, experiment_id = _connect(settings, uri, database)
@@ -115,29 +115,13 @@ def how_to_look(tracking: Tracking, run_id: str) -> str:
         place = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
         return f"{place}/{page}"
     # A database needs a server over it. What is printed is the command itself, unless that would show a password.
-    if _sqlite_file(tracking.uri) is None and parts.scheme.split("+")[0] not in _DATABASE_PORTS:
+    if sqlite_file(tracking.uri) is None and parts.scheme.split("+")[0] not in _DATABASE_PORTS:
         return f"run {run_id} in {masked(tracking.uri)}"
     store = shlex.quote(tracking.uri)
     if masked(tracking.uri) != tracking.uri:
         known = tracking.uri == os.environ.get("MLFLOW_TRACKING_URI")
         store = '"$MLFLOW_TRACKING_URI"' if known else f"{masked(tracking.uri)} (with user and password for ***)"
     return f"mlflow ui --backend-store-uri {store}, then http://127.0.0.1:5000/{page}"
-
-
-def resolve_uri(settings: RegistrySettings, home: Path) -> str:
-    """Address of the store: the recipe's, else MLFLOW_TRACKING_URI, else a SQLite file in `home`.
-
-    Paths of SQLite files become absolute. Raises TrackingError for a plain folder, which MLflow would accept.
-    """
-    uri = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
-    if not uri:
-        return _sqlite_uri(home / DATABASE_NAME)
-    if urllib.parse.urlsplit(uri).scheme in ("", "file"):
-        raise TrackingError(
-            f"registry.tracking_uri: {masked(uri)}: must be a server (http…) or a database (sqlite:///FILE)"
-        )
-    database = _sqlite_file(uri)
-    return uri if database is None else _sqlite_uri(database)
 
 
 @contextmanager
@@ -297,22 +281,6 @@ def _lock_folder(uri: str, database: Path | None) -> Path:
     raise TrackingError(f"{candidates[-1]}: cannot be made ({reason})")
 
 
-def _sqlite_file(uri: str) -> Path | None:
-    if urllib.parse.urlsplit(uri).scheme.split("+")[0] != "sqlite":
-        return None
-    database = make_url(uri).database
-    if not database or database == ":memory:":
-        raise TrackingError(f"registry.tracking_uri: {masked(uri)}: must name a file, for example sqlite:///mlflow.db")
-    return Path(database).absolute()
-
-
-def _sqlite_uri(database: Path) -> str:
-    path = str(database.absolute())
-    if re.search(r"[%?#]", path):
-        raise InputError(f"{path}: the path of MLflow's SQLite file may not contain %, ? or #")
-    return f"sqlite:///{path}"
-
-
 def _reason(error: BaseException, uri: str) -> str:
     """Reason why a store cannot be reached: the network's own words where they are buried in a long message."""
     words = re.search(r"Connection refused|Name or service not known|No route to host|timed out", str(error))
@@ -327,7 +295,7 @@ def _in_one_line(error: BaseException, uri: str) -> str:
         return one_line(error, clean=masked)
     # Keep the database's words only, with advice for the one failure that users can mend.
     words = one_line(cause.orig, clean=masked)
-    database = _sqlite_file(uri)
+    database = sqlite_file(uri)
     if database is not None and "readonly" in words:
         words += f"; {database} is read-only here: make it and its folder writable, or name another store"
     return words

@@ -24,10 +24,15 @@ from draftforge.pipeline.cli_options import (
 
 PLACES = {
     **dict.fromkeys(["distill", "mix", "capture", "train", "score", "promote"], "distill"),
-    **dict.fromkeys(["fetch", "registry"], "registry_commands"),
-    **{verb: verb for verb in ["retrain", "watch", "export", "generate", "bench", "doctor", "report"]},
+    **{verb: verb for verb in ["retrain", "watch", "fetch", "export", "generate", "bench", "doctor", "report"]},
+    **{
+        "registry": "registry_listing",
+        "rollback": "promotion",
+        "skip-layers": "layer_skip",
+        "inspect-mix": "mix_report",
+        "metrics": "monitoring",
+    },
     **{"init": "init_recipe", "plan": "plan"},
-    **{"rollback": "promotion", "skip-layers": "layer_skip", "inspect-mix": "mix_report", "metrics": "monitoring"},
 }
 """The module of `draftforge.pipeline` that holds each verb's function."""
 Calls = list[tuple[str, tuple[Any, ...]]]
@@ -252,9 +257,12 @@ HEAVY = {"torch", "transformers", "mlflow", "datasets", "pyarrow", "pandas", "sc
         (["recipe", "schema"], 0, HEAVY),
         (["distill", "missing.yaml"], 2, HEAVY),
         (["distill", str(DEMO), "drafts.eagle3.stepz=3"], 2, HEAVY),
+        (["registry", "--workdir", "missing"], 2, HEAVY),
+        (["registry", str(DEMO), "workdir=missing"], 2, HEAVY),
+        (["doctor"], 0, HEAVY - {"torch"}),
     ],
 )
-def test_help_and_mistakes_in_a_recipe_import_nothing_heavy(arguments: list[str], code: int, heavy: set[str]) -> None:
+def test_help_mistakes_and_looks_import_nothing_heavy(arguments: list[str], code: int, heavy: set[str]) -> None:
     program = (
         "import sys; from draftforge import cli\n"
         f"try: cli.main({arguments!r})\n"

@@ -25,11 +25,11 @@ from draftforge.registry.connect import (
     mlflow_errors,
     open_tracking,
     quick_requests,
-    resolve_uri,
     unreachable,
     watched,
 )
 from draftforge.registry.settings import RegistrySettings
+from draftforge.registry.store_address import resolve_uri
 
 
 @pytest.fixture(autouse=True)
