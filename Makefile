@@ -7,7 +7,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip -qq --no-input --disable-pip-version-check
+# uv installs in a fifth of pip's time. It reads no settings of pip's: those of the environment are handed over, and where
+# it fails, pip does it.
+UV := $(if $(PIP_INDEX_URL),UV_DEFAULT_INDEX='$(PIP_INDEX_URL)') $(if $(PIP_EXTRA_INDEX_URL),UV_INDEX='$(PIP_EXTRA_INDEX_URL)') \
+	$(if $(PIP_FIND_LINKS),UV_FIND_LINKS='$(PIP_FIND_LINKS)') $(if $(PIP_CERT),SSL_CERT_FILE='$(PIP_CERT)') \
+	$(BIN)/python -m uv pip install -q --python $(BIN)/python
 INSTALLED := .venv/.installed
+TESTED := .venv/.installed-dev
 LINK := .typing/draftforge
 TARGET := .cache/smollm2-135m-instruct
 VLLM_VENV ?= $(abspath .cache/vllm)
@@ -24,12 +30,16 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: $(PYTHON) is older than Python 3.11; name another: make PYTHON=python3.12"; exit 2; }
-	@echo "[1/3] .venv ($$($(PYTHON) --version))"
+	@echo "[1/2] .venv ($$($(PYTHON) --version))"
 	@$(PYTHON) -m venv .venv
-	@echo "[2/3] torch 2.13.0, the CPU build of this set-up (about a minute)"
-	@$(PIP) install torch==2.13.0
-	@echo "[3/3] draftforge and its tools (about three minutes)"
-	@$(PIP) install -e '.[dev]'
+	@$(PIP) install uv || echo "no uv here: pip installs, which takes longer"
+	@echo "[2/2] draftforge and what it runs on, with torch 2.13.0 (half a minute; with pip two)"
+	@$(UV) torch==2.13.0 -e . || $(PIP) install torch==2.13.0 -e .
+	@touch $@
+
+$(TESTED): $(INSTALLED)
+	@echo "what the tests need"
+	@$(UV) torch==2.13.0 -e '.[dev]' || $(PIP) install torch==2.13.0 -e '.[dev]'
 	@touch $@
 
 $(LINK):
@@ -53,25 +63,25 @@ demo: $(INSTALLED) $(TARGET)
 		echo "  $(BIN)/draftforge promote configs/demo.yaml gate.min_speedup=0"; }
 
 # In the order of tests/conftest.py: slow files first. By itself xdist would begin with those of the most tests.
-test: $(INSTALLED) $(TARGET)
+test: $(TESTED) $(TARGET)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
 
-mutants: $(INSTALLED) $(TARGET)
+mutants: $(TESTED) $(TARGET)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/mutants.py --sample 10 --jobs $(WORKERS)
 
-test-vllm: $(INSTALLED) $(LINK)
+test-vllm: $(TESTED) $(LINK)
 	@scripts/make_vllm_venv.sh $(VLLM_VENV) $(PYTHON)
 	@PYTHONPATH=$(abspath .typing) OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/specdec/formats/test_speculators_oracle.py
 	@OMP_NUM_THREADS=1 VLLM_VENV=$(VLLM_VENV) $(BIN)/python -m pytest -m vllm --durations=0 tests/engines
 
-check: $(INSTALLED) $(LINK)
+check: $(TESTED) $(LINK)
 	@echo "ruff check" && $(BIN)/ruff check --quiet .
 	@echo "ruff format --check" && $(BIN)/ruff format --check --quiet .
 	@echo "mypy --strict: package, tests and scripts" && MYPYPATH=.typing $(BIN)/mypy -p draftforge
 	@echo "mutants fit the code" && $(BIN)/python scripts/mutants.py --check
 	@echo "packaging" && $(BIN)/python -m pytest tests/test_packaging.py
 
-format: $(INSTALLED)
+format: $(TESTED)
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
 
 clean:

@@ -1,13 +1,9 @@
 """The command line: one thin function a verb. Nothing heavy is imported before a verb runs."""
 
-import inspect
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,7 +17,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="draftforge",
     help="Train draft models for speculative decoding and pick them by expected serving speed.",
-    epilog="Start with: draftforge doctor, then draftforge distill configs/demo.yaml",
+    epilog="Start with: draftforge try, then draftforge distill configs/demo.yaml",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -35,35 +31,13 @@ STAGES, REGISTRY, USE, LOOK = "Stages", "Registry", "Use a draft", "Look"
 RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; see `draftforge recipe schema`.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="section.key=value", help="Values that replace the recipe's, e.g. drafts.small.steps=20."),
+    typer.Argument(metavar="section.key=value", help="Values that replace the recipe's, e.g. drafts.eagle3.steps=20."),
 ]
 DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
 DraftDevice = Annotated[
     str | None,
     typer.Option("--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device."),
 ]
-
-
-def spread_options(verb: Callable[..., None]) -> Callable[..., None]:
-    """Give Typer a verb whose last parameter is a dataclass of options as one with a parameter a field."""
-    signature, hints = inspect.signature(verb, eval_str=True), get_type_hints(verb)
-    name, options = next((name, kind) for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type))
-    flags = get_type_hints(options, include_extras=True)
-    parameters = [one for one in signature.parameters.values() if one.name != name]
-    for one in fields(options):
-        default = one.default if one.default_factory is MISSING else one.default_factory()
-        parameters.append(
-            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=flags[one.name])
-        )
-
-    @wraps(verb)
-    def filled(**given: Any) -> None:
-        values = {one.name: given.pop(one.name) for one in fields(options)}
-        verb(**given, **{name: options(**values)})
-
-    filled.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    filled.__annotations__ = {one.name: one.annotation for one in parameters}
-    return filled
 
 
 @app.callback(invoke_without_command=True)
@@ -89,7 +63,7 @@ def _load(path: Path, overrides: list[str] | None, draft_device: str | None = No
 def distill(recipe: RecipeFile, overrides: Overrides = None) -> None:
     """Run mix, capture, train, score, register and promote; skip what is done already.
 
-    Example: draftforge distill configs/demo.yaml drafts.small.steps=20
+    Example: draftforge distill configs/demo.yaml drafts.eagle3.steps=20
 
     By several GPUs: torchrun --nproc-per-node 2 -m draftforge.cli distill configs/smollm2-gpu.yaml
 
@@ -176,7 +150,7 @@ def capture(
 def train(recipe: RecipeFile, overrides: Overrides = None, draft: DraftName = None) -> None:
     """Train the recipe's drafts on the capture. Resumes where it was stopped.
 
-    Example: draftforge train configs/demo.yaml --draft small
+    Example: draftforge train configs/demo.yaml --draft eagle3
     """
     loaded = _load(recipe, overrides)
     from .pipeline import distill as stages
@@ -242,7 +216,7 @@ def rollback(
 
 
 @app.command(rich_help_panel=REGISTRY)
-@spread_options
+@cli_options.spread
 def fetch(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist.")],
     target: Annotated[
@@ -271,7 +245,7 @@ def fetch(
 
 
 @app.command(rich_help_panel=REGISTRY)
-@spread_options
+@cli_options.spread
 def registry(
     store: cli_options.StoreOptions,
     recipe: Annotated[
@@ -319,7 +293,7 @@ def retrain(
 
 
 @app.command(rich_help_panel=REGISTRY)
-@spread_options
+@cli_options.spread
 def watch(recipe: RecipeFile, options: cli_options.WatchOptions, overrides: Overrides = None) -> None:
     """Retrain now and every so often, each time in a process of its own: a scheduler for where there is none.
 
@@ -332,7 +306,7 @@ def watch(recipe: RecipeFile, options: cli_options.WatchOptions, overrides: Over
 
 
 @app.command("skip-layers", rich_help_panel=USE)
-@spread_options
+@cli_options.spread
 def skip_layers(recipe: RecipeFile, options: cli_options.SkipLayersOptions, overrides: Overrides = None) -> None:
     """Find layers of the target that a draft can skip: the target itself, without them, then drafts. No training.
 
@@ -369,7 +343,7 @@ def export(
 ) -> None:
     """Write a draft as an engine reads it, score it again, and print the command that serves it.
 
-    Example: draftforge export configs/demo.yaml served-draft --draft small --format sglang
+    Example: draftforge export configs/demo.yaml served-draft --draft eagle3 --format sglang
     """
     loaded = _load(recipe, overrides)
     from .pipeline import export as exporting
@@ -377,8 +351,25 @@ def export(
     exporting.export(loaded, out, draft, layout, target_id)
 
 
+@app.command("try", rich_help_panel=USE)
+def try_out(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Your own prompts; default: three shipped ones.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one a line.")] = None,
+    target: Annotated[str, typer.Option("--target", help="Model folder, .gguf file or hub id.")] = cli_options.TARGET,
+) -> None:
+    """Train a tiny draft in a minute; show an answer in colour, its tau, and what prompt lookup does on your prompts.
+
+    Example: draftforge try "Write a haiku about rain." "List three uses of vinegar."
+    """
+    from .pipeline import tryout
+
+    tryout.try_out(prompts or [], file, target)
+
+
 @app.command(rich_help_panel=USE)
-@spread_options
+@cli_options.spread
 def generate(
     recipe: RecipeFile,
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The user's message; - reads standard input.")],
@@ -397,7 +388,7 @@ def generate(
 
 
 @app.command(rich_help_panel=USE)
-@spread_options
+@cli_options.spread
 def bench(
     recipe: RecipeFile, options: cli_options.BenchOptions, overrides: Overrides = None, draft_device: DraftDevice = None
 ) -> None:
@@ -407,7 +398,7 @@ def bench(
     when a request has a slot. Inter-token latency: the time between two arrivals of an answer, divided evenly among
     the tokens of the second one (tokens of one round come together). A killed benchmark goes on with the same command.
 
-    Example: draftforge bench configs/demo.yaml --prompts prompts.jsonl --draft small --draft lookup -k 2,4 -b 1,8
+    Example: draftforge bench configs/demo.yaml --prompts prompts.jsonl --draft eagle3 --draft lookup -k 2,4 -b 1,8
     """
     loaded = _load(recipe, overrides, draft_device)
     from .pipeline import bench as benchmark
@@ -416,7 +407,7 @@ def bench(
 
 
 @app.command(rich_help_panel=LOOK)
-@spread_options
+@cli_options.spread
 def metrics(recipe: RecipeFile, options: cli_options.MetricsOptions, overrides: Overrides = None) -> None:
     """Prometheus metrics of the champion; warn where an engine accepts other than was expected.
 

@@ -4,12 +4,40 @@
 imported here, because the command line's help must come at once.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 from typer import BadParameter, Option
+
+
+def spread(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give Typer a verb whose last parameter is a dataclass of options as one with a parameter a field."""
+    signature, hints = inspect.signature(verb, eval_str=True), get_type_hints(verb)
+    name, options = next((name, kind) for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type))
+    flags = get_type_hints(options, include_extras=True)
+    parameters = [one for one in signature.parameters.values() if one.name != name]
+    for one in fields(options):
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        parameters.append(
+            inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=flags[one.name])
+        )
+
+    @wraps(verb)
+    def filled(**given: Any) -> None:
+        values = {one.name: given.pop(one.name) for one in fields(options)}
+        verb(**given, **{name: options(**values)})
+
+    filled.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    filled.__annotations__ = {one.name: one.annotation for one in parameters}
+    return filled
+
+
+TARGET = ".cache/smollm2-135m-instruct"
+"""Target of `draftforge try`, which scripts/fetch_target.py makes."""
 
 # Options that several verbs share.
 Temperature = Annotated[float, Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")]

@@ -107,7 +107,7 @@ def train(recipe: Recipe, draft: str | None = None) -> None:
     with space.alone():
         check_capture(stages)
         check_training(stages, names)
-        _run_to_training(stages, names)
+        run_to_training(stages, names)
 
 
 def score(recipe: Recipe, draft: str | None = None) -> None:
@@ -130,7 +130,7 @@ def score(recipe: Recipe, draft: str | None = None) -> None:
         check_training(stages, names)
         if space.first_rank:
             check_drafts(space, foreign)
-        _run_to_training(stages, names)
+        run_to_training(stages, names)
         scored = score_stage(stages, names) if foreign is None else score_foreign(stages, foreign)
         if scored is not None:
             write_report(space, scored.stage.folder)
@@ -158,7 +158,7 @@ def promote(recipe: Recipe) -> Outcome | None:
         check_promotion(space)
         stages = Stages(space)
         check_stages(stages)
-        _run_to_training(stages, recipe.drafts)
+        run_to_training(stages, recipe.drafts)
         scored = score_stage(stages, recipe.drafts)
         if scored is None:
             return None
@@ -172,7 +172,7 @@ def promote(recipe: Recipe) -> Outcome | None:
     return Outcome(scored, version, decision)
 
 
-def _run_to_training(stages: Stages, drafts: Iterable[str]) -> None:
+def run_to_training(stages: Stages, drafts: Iterable[str]) -> None:
     """Run mix and capture, and train these drafts, without a record in MLflow."""
     mix_stage(stages)
     capture_stage(stages)
@@ -197,7 +197,7 @@ def distill(
     stages = Stages(space, made_mix)
     if not space.first_rank:
         check_stages(stages)
-        _run_to_training(stages, space.recipe.drafts)
+        run_to_training(stages, space.recipe.drafts)
         score_stage(stages, space.recipe.drafts)
         return None
     # 2) The mix comes before the run: its fingerprint is part of what the run is found by.

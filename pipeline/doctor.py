@@ -126,7 +126,9 @@ def check_cuda() -> tuple[list[Gpu], list[Check]]:
     # No device: a machine without one, or a torch that does not fit its driver?
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi") is None:
-            return [], [Check("cuda", "OK", "no device: everything runs on the CPU, in float32")]
+            return [], [
+                Check("cuda", "OK", "no device: everything runs on the CPU; target.dtype is float32 there unless set")
+            ]
         found = f"a driver is there, but torch {torch.__version__} sees no device"
         return [], [Check("cuda", "WARN", found, "install a CUDA build of torch that fits the driver (nvidia-smi)")]
     # Devices, each with its memory as it is at this moment.

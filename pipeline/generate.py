@@ -1,6 +1,6 @@
 """`draftforge generate`: one answer by speculative decoding, with accepted tokens coloured, and its tau."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,11 +84,16 @@ def generate(recipe: Recipe, prompt: str, options: GenerateOptions) -> None:
 
 
 def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> GeneratedAnswer:
-    """Answer one prompt. At temperature 0 the rule is greedy, else the first of the recipe's that takes the draft."""
+    """Answer one prompt, the user's first message; see `answer_messages`."""
+    check_prompt(prompt)
+    return answer_messages(space, [Message(role="user", content=prompt)], options)
+
+
+def answer_messages(space: Workspace, messages: Sequence[Message], options: GenerateOptions) -> GeneratedAnswer:
+    """Answer messages. At temperature 0 the rule is greedy, else the first of the recipe's that takes the draft."""
     # 1) The prompt as the target reads it.
-    _check_prompt(prompt)
     target, sampling = space.target, SamplingSettings(temperature=options.temperature)
-    ids = render(target.tokenizer, [Message(role="user", content=prompt)])
+    ids = render(target.tokenizer, messages)
     # 2) What drafts and how much of it; then the answer.
     limit, rules = options.max_new_tokens, space.recipe.score.sampled_rules
     proposer, plan = _proposer(space, target, options, len(ids) + limit)
@@ -104,7 +109,7 @@ def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> Ge
     return GeneratedAnswer(**vars(answer), draft=name, config=config)
 
 
-def _check_prompt(prompt: str) -> None:
+def check_prompt(prompt: str) -> None:
     """Raise InputError for a prompt that is empty or that UTF-8 cannot hold (lone surrogates of a shell)."""
     if not prompt.strip():
         raise InputError("PROMPT: is empty; must hold text")

@@ -38,8 +38,9 @@ class TargetSettings(BaseModel):
     """Longest sequence that the server admits (vLLM's --max-model-len); absent: what vLLM derives from the config,
     scaled as the rotary embedding is (YaRN: the original length times the factor). A long-rope model (Phi-3) turns to
     its long factors where this exceeds its original context, which is its default."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto: bfloat16 on CUDA, float32 elsewhere."""
+    dtype: Literal["auto", "native", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on CUDA, float32 elsewhere. native: bfloat16 where the hardware multiplies it, which some CPUs do
+    (AVX512_BF16, AMX), else float32; in bfloat16 a round over several tokens costs hardly more than over one."""
     device: str = "auto"
     """auto: the process's CUDA device where there is one, else cpu."""
     trust_remote_code: bool = False

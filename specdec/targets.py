@@ -225,7 +225,7 @@ def _find(settings: TargetSettings) -> Source:
 
 
 def resolve_device(device: str, dtype: str, field: str = "target.device") -> tuple[torch.device, torch.dtype]:
-    """Resolve `auto`: this process's CUDA device in bfloat16 where there is one, else the CPU in float32.
+    """Resolve `auto`: this process's CUDA device in bfloat16 where there is one, else the CPU in float32; and `native`.
 
     `field`: whose device it is, for errors.
     """
@@ -234,6 +234,8 @@ def resolve_device(device: str, dtype: str, field: str = "target.device") -> tup
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
     if dtype == "auto":
         dtype = "bfloat16" if device.startswith("cuda") else "float32"
+    elif dtype == "native":
+        dtype = "bfloat16" if multiplies_bfloat16(device) else "float32"
     # A device must exist, and torch must compute on it.
     try:
         found = torch.device(device)
@@ -244,6 +246,15 @@ def resolve_device(device: str, dtype: str, field: str = "target.device") -> tup
     if found.type not in ("cpu", "cuda") and not _computes(found):
         raise InputError(f"{field}: {device}: torch computes nothing there; must be auto, cpu or such as cuda:0")
     return found, getattr(torch, dtype)
+
+
+def multiplies_bfloat16(device: str) -> bool:
+    """Whether the hardware multiplies bfloat16: CUDA devices, and CPUs with AVX512_BF16 or AMX."""
+    if device.startswith("cuda"):
+        return True
+    # torch tells a CPU's instruction sets, in versions that have `get_capabilities`.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def _computes(device: torch.device) -> bool:

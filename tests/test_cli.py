@@ -14,6 +14,7 @@ import pytest
 from draftforge import __version__, cli
 from draftforge.errors import InputError, LockedError, TrainingDivergedError
 from draftforge.pipeline.cli_options import (
+    TARGET,
     BenchOptions,
     GenerateOptions,
     MetricsOptions,
@@ -53,6 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     for verb, module in PLACES.items():
         monkeypatch.setattr(f"draftforge.pipeline.{module}.{verb.replace('-', '_')}", record(verb))
     monkeypatch.setattr("draftforge.pipeline.retrain.dry_run", record("dry run"))
+    monkeypatch.setattr("draftforge.pipeline.tryout.try_out", record("try"))
     monkeypatch.setattr("draftforge.pipeline.distill.open_workspace", lambda recipe: recipe)
 
     def load(path: Path, overrides: list[str] | None, draft_device: str | None = None) -> object:
@@ -116,6 +118,9 @@ RECIPE = ("recipe", "r.yaml", ["seed=1"])
             (Path("out"), "abc", StoreOptions(model="m", tracking_uri="u"), "previous", "gguf", "a/b"),
         ),
         ("registry", "registry", (None, StoreOptions(), None, False, False)),
+        ("try", "try", ([], None, TARGET)),
+        ("try one two --target t", "try", (["one", "two"], None, "t")),
+        ("try --prompts p.txt", "try", ([], Path("p.txt"), TARGET)),
         (
             "registry r.yaml seed=1 --json --decisions --target ab",
             "registry",
@@ -243,7 +248,7 @@ def test_examples_in_the_help_are_command_lines(calls: Calls, example: str, monk
 def test_every_verb_is_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     shown = capsys.readouterr().out
-    assert not [verb for verb in [*PLACES, "recipe"] if f" {verb} " not in shown]
+    assert not [verb for verb in [*PLACES, "recipe", "try"] if f" {verb} " not in shown]
 
 
 DEMO = Path(__file__).parents[1] / "configs/demo.yaml"

@@ -22,9 +22,11 @@ from draftforge.specdec.targets import (
     fingerprint_of,
     locate,
     rendered_by_vllm,
+    resolve_device,
     target_files,
     target_fingerprint,
 )
+from draftforge.train.precision import matrix_dtype
 
 
 def test_fingerprint_sees_weights_tokenizer_template_adapter_and_context(
@@ -203,3 +205,17 @@ def test_pickled_weights_are_refused(tiny_target_folder: Path, tmp_path: Path) -
     torch.save({}, folder / "pytorch_model.bin")
     with pytest.raises(MissingFileError, match="pickled weights are not loaded"):
         target_fingerprint(TargetSettings(model=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("found", "dtype"),
+    [({"avx512_bf16": True}, torch.bfloat16), ({"amx_bf16": True}, torch.bfloat16), ({"avx2": True}, torch.float32)],
+)
+def test_native_is_bfloat16_where_the_processor_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, found: dict[str, bool], dtype: torch.dtype
+) -> None:
+    """And so are the products of a training; `auto` stays float32, whose answers are those of plain decoding."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    assert resolve_device("cpu", "native") == (torch.device("cpu"), dtype)
+    assert resolve_device("cpu", "auto") == (torch.device("cpu"), torch.float32)
+    assert matrix_dtype("auto", torch.device("cpu")) == dtype

@@ -1,0 +1,79 @@
+"""`draftforge try`: a draft is trained once, the next call finds it, and the last lines say what was seen."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftforge.errors import InputError, MissingFileError
+from draftforge.pipeline import tryout
+from draftforge.pipeline.cli_options import TARGET
+from draftforge.recipe import load_recipe
+from draftforge.specdec.answers import Answer
+from draftforge.specdec.requests import Generation, Round
+
+
+def test_prompts_come_from_arguments_a_file_or_the_package(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\n\ntwo\n")
+    assert tryout.read_prompts(["a", "b"], None) == ["a", "b"]
+    assert tryout.read_prompts([], file) == ["one", "two"]
+    assert tryout.read_prompts([], None) == list(tryout.SHIPPED)
+
+
+def test_prompts_that_are_none_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n")
+    for given, path, message in (
+        (["a"], file, "is given beside prompts"),
+        ([], file, "is empty"),
+        ([" "], None, "PROMPT: is empty"),
+    ):
+        with pytest.raises(InputError, match=message):
+            tryout.read_prompts(given, path)
+
+
+def test_the_default_target_is_fetched_by_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingFileError, match="make target"):
+        tryout.try_out([], None, TARGET)
+
+
+def test_tau_is_pooled_and_leaves_out_the_first_token() -> None:
+    def answer(emitted: list[int]) -> Answer:
+        rounds = [Round(drafted=4, reached=4, accepted=count - 1, emitted=count) for count in emitted]
+        return Answer("", Generation(tokens=[0] * (1 + sum(emitted)), rounds=rounds), "greedy")
+
+    assert tryout.tau_of([answer([3, 1]), answer([5])]) == 9 / 3
+    assert tryout.tau_of([answer([])]) == 1.0
+
+
+def test_the_recipe_is_a_whole_one() -> None:
+    assert list(load_recipe(tryout.RECIPE).drafts) == ["tiny"]
+
+
+def test_a_first_call_trains_and_the_next_one_finds_the_draft(
+    tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a target of a few thousand weights, by the package's recipe cut to two steps."""
+    recipe = yaml.safe_load(tryout.RECIPE.read_text())
+    lines = [{"id": str(i), "messages": [{"role": "user", "content": f"word {i} and {i * i}"}]} for i in range(40)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe["target"] = {"model": "", "dtype": "float32"}
+    sources = [{"kind": "messages", "path": "log.jsonl", "domain": "support"}]
+    recipe["mix"] = {"sources": sources, "selection_share": 0.2, "holdout_share": 0.2}
+    recipe["capture"]["max_new_tokens"] = 8
+    recipe["drafts"]["tiny"] |= {"steps": 2, "warmup_steps": 1, "tokens_per_step": 64, "draft_vocabulary": 64}
+    (tmp_path / "try.yaml").write_text(yaml.safe_dump(recipe))
+    monkeypatch.setattr(tryout, "RECIPE", tmp_path / "try.yaml")
+    monkeypatch.setattr(tryout, "_SHORT", 6)
+    monkeypatch.setattr(tryout, "_LONG", 6)
+    monkeypatch.chdir(tmp_path)
+    for trained in (False, True):
+        tryout.try_out(["hello", "two words"], None, str(tiny_target_folder))
+        shown = capsys.readouterr()
+        assert ("train tiny: done" in shown.err) == trained
+        assert "tiny, rule greedy, K=4: tau" in shown.out
+        assert shown.out.count("x ") + shown.out.count("x\n") >= 6  # two speeds in each of three rows
+        assert "a tiny draft gives" in shown.out.splitlines()[-2]
