@@ -321,11 +321,13 @@ def kept_counts(tracking: Tracking, version: Version) -> pa.Table | None:
 
 
 def follow_champion(space: Workspace) -> None:
-    """Run the operator's command for the target's champion, unless it has run for the move that made it so.
+    """Finish a move of the target's champion that was cut off, and run the operator's command for it, unless that has
+    run for the move that made it champion.
 
     Raises HookError where the command fails.
     """
     settings = space.recipe.promotion
+    champion_alias.settle(space.tracking, space.target_fingerprint)
     current = champion(space.tracking, space.target_fingerprint) if settings.command else None
     if current is None:
         return

@@ -163,6 +163,13 @@ def move_champion(
     _finish(tracking, name, move)
 
 
+def settle(tracking: Tracking, target_fingerprint: str) -> None:
+    """Finish a move of this target's champion that was cut off after the alias had moved; forget one cut off before."""
+    name = model_name(tracking, target_fingerprint)
+    with alias_lock(tracking, name):
+        _settle(tracking, name)
+
+
 def _settle(tracking: Tracking, name: str) -> dict[str, Any] | None:
     """Finish a move that was cut off after it had moved `champion`, and return it; forget one that had not."""
     try:

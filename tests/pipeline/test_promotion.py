@@ -19,7 +19,7 @@ from draftforge.pipeline.promotion import HOOK_TAG, REFUSED, check_command, foll
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import PromotionSettings, load_recipe
 from draftforge.registry import champion_alias
-from draftforge.registry.champion_alias import promote
+from draftforge.registry.champion_alias import HISTORY_TAG, MOVE_TAG, promote
 from draftforge.registry.gate import Decision
 from draftforge.registry.lineage import Lineage, Version
 from draftforge.registry.tracking import start_run
@@ -96,6 +96,27 @@ def tag(space: Workspace, version: Version) -> str:
     return str(space.tracking.client.get_model_version(version.name, str(version.number)).tags.get(HOOK_TAG, ""))
 
 
+def test_a_promotion_that_was_killed_behind_the_alias_is_finished_by_the_next_verb(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`promote` finds its draft to be the champion, and `retrain` a fresh one: neither has anything to move."""
+    space = opened([])
+    follow_champion(space)  # no draft is registered yet
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(champion_alias, "_finish", killed)
+        crowned(space, tmp_path, "one")
+    name = targets(space.tracking)[0].name
+    assert aliases(space.tracking, name) == {CHAMPION: 1, CANDIDATE: 1}
+    follow_champion(space)
+    assert aliases(space.tracking, name) == {CHAMPION: 1}
+    model = space.tracking.client.get_registered_model(name)
+    assert MOVE_TAG not in model.tags and json.loads(model.tags[HISTORY_TAG])[-1]["to"] == 1
+
+
 def test_the_command_is_told_what_happened(opened: Open, tmp_path: Path, log: Path) -> None:
     space = opened(noting(tmp_path, log))
     one = crowned(space, tmp_path, "one")
@@ -148,7 +169,6 @@ def test_a_failure_undoes_nothing_and_is_caught_up(
 def test_without_a_command_nothing_runs(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     space = opened([])
     monkeypatch.setattr(promotion, "run_command", lambda *args: pytest.fail("ran"))
-    monkeypatch.setattr(Workspace, "tracking", None)
     follow_champion(space)
 
 
