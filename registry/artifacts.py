@@ -67,18 +67,20 @@ def _starts_like_pickle(path: Path) -> bool:
 def stored_files(tracking: Tracking, uri: str) -> dict[str, int]:
     """Sizes of every file below an artifact address, by relative name. Raises RegistryError outside the store."""
     with mlflow_errors(tracking.uri):
-        return _walk(_repository(tracking, uri), None)
+        return _walk(_repository(tracking, uri))
 
 
-def _walk(repository: ArtifactRepository, folder: str | None, depth: int = 0) -> dict[str, int]:
+def _walk(repository: ArtifactRepository) -> dict[str, int]:
     files: dict[str, int] = {}
-    for entry in repository.list_artifacts(folder):
-        if entry.is_dir and depth < _DEEPEST:
-            files |= _walk(repository, entry.path, depth + 1)
-        else:
-            files[entry.path] = int(entry.file_size or 0)
-        if len(files) > MOST_FILES or depth == _DEEPEST:
-            raise RegistryError(f"{entry.path}: more than {MOST_FILES} files, or folders deeper than {_DEEPEST}")
+    folders: list[str | None] = [None]
+    for folder in folders:  # it grows
+        for entry in repository.list_artifacts(folder):
+            if entry.is_dir:
+                folders.append(entry.path)
+            else:
+                files[entry.path] = int(entry.file_size or 0)
+            if len(files) + len(folders) > MOST_FILES or entry.path.count("/") >= _DEEPEST:
+                raise RegistryError(f"{entry.path}: more than {MOST_FILES} files, or folders deeper than {_DEEPEST}")
     return files
 
 

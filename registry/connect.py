@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import requests
+from google.protobuf.json_format import ParseError
 from mlflow.exceptions import MlflowException
+from mlflow.store.entities import PagedList
 from mlflow.tracking import MlflowClient
 from mlflow.utils import request_utils
 from mlflow.utils.rest_utils import http_request
@@ -36,11 +38,19 @@ from .store_address import resolve_uri, sqlite_file
 KIND_TAG, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 """Tag of an experiment, and its value by which MLflow's pages file it under model training and open its runs."""
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+_MOST_PAGES = 1000
+_UNUSABLE = (ParseError, KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError)
+"""What MLflow's client raises where a reply is no reply of a server."""
 T = TypeVar("T")
 
 
 class _MlflowAdapter(BoundedAdapter, request_utils.TCPKeepAliveHTTPAdapter):
-    """MLflow's own adapter, with replies of bounded time and size; MLflow takes it from its module alone."""
+    """MLflow's own adapter, with replies of bounded time and size; MLflow takes it from its module alone.
+
+    JSON of many small values takes twenty times its size in memory. Files are streamed.
+    """
+
+    most_bytes = 32 << 20
 
 
 request_utils.TCPKeepAliveHTTPAdapter = _MlflowAdapter  # type: ignore[misc]
@@ -95,7 +105,7 @@ def unreachable(tracking: Tracking, seconds: float) -> str | None:
         return None
     try:
         _with_timeout(seconds, ask)
-    except (MlflowException, SQLAlchemyError, requests.RequestException, OSError) as error:
+    except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, *_UNUSABLE) as error:
         return _reason(error, tracking.uri)
     return None
 
@@ -143,6 +153,24 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
         if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
             raise
         raise TrackingError(f"{where}: {_in_one_line(error, tracking_uri)}") from error
+    except _UNUSABLE as error:
+        if isinstance(error, DraftforgeError):
+            raise
+        said = f"{type(error).__name__}: {one_line(error, clean=masked)}"
+        raise TrackingError(f"{masked(tracking_uri)}: MLflow's reply is unusable ({said})") from error
+
+
+def all_pages(tracking: Tracking, search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
+    """Yield what MLflow returns by pages, given the page's token. Raises TrackingError where they do not end."""
+    token: str | None = None
+    for _ in range(_MOST_PAGES):
+        with mlflow_errors(tracking.uri):
+            page = search(token)
+        yield from page
+        token = page.token
+        if not token:
+            return
+    raise TrackingError(f"{masked(tracking.uri)}: MLflow returns more than {_MOST_PAGES} pages of one list")
 
 
 @contextmanager
@@ -183,7 +211,7 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
             return _with_timeout(settings.connect_seconds, open_client)
     except TrackingError:
         raise
-    except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError) as error:
+    except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError, *_UNUSABLE) as error:
         if storage.is_disk_full(error):
             raise DiskFullError(f"{masked(uri)}: no space left for runs or artifacts") from error
         raise TrackingError(

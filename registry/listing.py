@@ -1,6 +1,7 @@
 """Listing of the registry for `draftforge registry`: each target with its versions, each draft with its targets."""
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from mlflow.entities.model_registry import ModelVersion
@@ -21,7 +22,7 @@ from .champion_alias import (
     history,
     tag_number,
 )
-from .connect import Tracking, mlflow_errors
+from .connect import Tracking, all_pages, mlflow_errors
 from .gate import StoredDecision
 from .lineage import LINEAGE_TAG, Version, as_version
 from .versions import CANDIDATE, CHAMPION, PREVIOUS, targets
@@ -134,19 +135,11 @@ def listing(tracking: Tracking, target: str = "", with_decisions: bool = False) 
 
 
 def _versions(tracking: Tracking, name: str, run_names: dict[str, str], with_decisions: bool) -> list[ListedVersion]:
-    # MLflow returns versions by pages: read all of them.
     with mlflow_errors(tracking.uri):
         known = tracking.client.get_registered_model(name).aliases
-        records: list[ModelVersion] = []
-        token: str | None = None
-        while True:
-            page = tracking.client.search_model_versions(f"name = '{name}'", max_results=200, page_token=token)
-            records += page
-            token = page.token
-            if not token:
-                break
+    search = partial(tracking.client.search_model_versions, f"name = '{name}'", 200, None)
     # Versions of others under the same name have no lineage and are not listed.
-    ours = [record for record in records if LINEAGE_TAG in (record.tags or {})]
+    ours = [record for record in all_pages(tracking, search) if LINEAGE_TAG in (record.tags or {})]
     ours.sort(key=lambda record: -int(record.version))
     return [_listed(tracking, record, known, run_names, with_decisions) for record in ours]
 

@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from ..masking import masked
 from ..progress import say
 from ..specdec.target_settings import TargetSettings
 from .artifacts import difference, download, download_verified, file_digests, stored_files
-from .connect import Tracking, mlflow_errors
+from .connect import Tracking, all_pages, mlflow_errors
 from .lineage import (
     CLUSTERS_NAME,
     CONTENT_TAG,
@@ -236,22 +237,14 @@ def by_alias(tracking: Tracking, target_fingerprint: str, alias: str) -> Version
 
 def targets(tracking: Tracking) -> list[TargetEntry]:
     """Every target that drafts were registered for."""
-    # MLflow returns registered models by pages. Models without our tag belong to others.
+    search = partial(tracking.client.search_registered_models, f"name LIKE '{tracking.settings.model}-%'", 100, None)
     entries: list[TargetEntry] = []
-    token: str | None = None
-    while True:
-        with mlflow_errors(tracking.uri):
-            page = tracking.client.search_registered_models(
-                f"name LIKE '{tracking.settings.model}-%'", max_results=100, page_token=token
-            )
-        for model in page:
-            if fingerprint := model.tags.get(TARGET_TAG):
-                number = model.aliases.get(CHAMPION)
-                named = model.tags.get(TARGET_NAME_TAG, "")
-                entries.append(TargetEntry(model.name, fingerprint, named, int(number) if number else None))
-        token = page.token
-        if not token:
-            return sorted(entries)
+    for model in all_pages(tracking, search):
+        if fingerprint := model.tags.get(TARGET_TAG):  # models without our tag belong to others
+            number = model.aliases.get(CHAMPION)
+            named = model.tags.get(TARGET_NAME_TAG, "")
+            entries.append(TargetEntry(model.name, fingerprint, named, int(number) if number else None))
+    return sorted(entries)
 
 
 def fetch(

@@ -12,15 +12,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from google.protobuf.json_format import ParseError
+from mlflow.entities import FileInfo
 from mlflow.exceptions import MlflowException
+from mlflow.store.entities import PagedList
 from mlflow.tracking import MlflowClient
 from sqlalchemy.exc import OperationalError
 
 from draftforge.errors import DiskFullError, InputError, RegistryError, TrackingError, one_line
 from draftforge.masking import masked
 from draftforge.registry import connect
+from draftforge.registry.artifacts import _walk
 from draftforge.registry.connect import (
     Tracking,
+    all_pages,
     how_to_look,
     mlflow_errors,
     open_tracking,
@@ -292,3 +297,34 @@ def test_what_mlflow_says_itself_about_the_database_stays(tracking: Tracking) ->
     tracking.client.create_registered_model(tracking.settings.model)
     with pytest.raises(TrackingError, match="already exists"), mlflow_errors(tracking.uri):
         tracking.client.create_registered_model(tracking.settings.model)
+
+
+def test_pages_without_end_are_refused(shared_tracking: Tracking) -> None:
+    asked: list[str | None] = []
+
+    def search(token: str | None) -> PagedList[int]:
+        asked.append(token)
+        return PagedList([len(asked)], "more" if len(asked) < 3 else None)
+
+    assert list(all_pages(shared_tracking, search)) == [1, 2, 3] and asked == [None, "more", "more"]
+    with pytest.raises(TrackingError, match="more than 1000 pages of one list"):
+        list(all_pages(shared_tracking, lambda token: PagedList([], "more")))
+
+
+@pytest.mark.parametrize("several", [1, 2])
+def test_folders_without_end_are_refused(several: int) -> None:
+    """Each holds one more, or two more, of which a million would be twenty deep."""
+
+    class Repository:
+        def list_artifacts(self, folder: str | None) -> list[FileInfo]:
+            return [FileInfo("/".join(filter(None, (folder, f"d{i}"))), True, None) for i in range(several)]
+
+    with pytest.raises(RegistryError, match="more than 10000 files, or folders deeper than 20"):
+        _walk(Repository())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [ParseError("no such\nfield"), TypeError("'int' object"), KeyError("files")])
+def test_a_reply_that_is_none_of_mlflows_is_one_line(error: Exception) -> None:
+    said = rf"^http://h: MLflow's reply is unusable \({type(error).__name__}: "
+    with pytest.raises(TrackingError, match=said), mlflow_errors("http://h"):
+        raise error
