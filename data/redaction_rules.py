@@ -50,6 +50,11 @@ def _pattern(text: str, flags: re.RegexFlag = re.NOFLAG) -> re.Pattern[str]:
     return re.compile(text, re.VERBOSE | flags)
 
 
+def _ascii_pattern(text: str) -> re.Pattern[str]:
+    """Pattern of numbers and keys, beside which a letter of another alphabet may stand: Chinese has no spaces."""
+    return _pattern(text, re.ASCII)
+
+
 def _any_of(*words: str, before: str = "") -> str:
     """Pattern of alternatives that each begin with a character of their own, led by the class of these.
 
@@ -69,7 +74,7 @@ _KEY_BLOCK = _pattern(
       | PGP\ (?:PUBLIC\ KEY\ BLOCK|MESSAGE|SIGNATURE))\ ?-{4,5}
       [^\0]*?(?:-{4,5}\ ?END\ [A-Z0-9 ]{1,60}-{4,5}|(?=\n?\0)|\Z))"""
 )
-_KEY_KNOWN = _pattern(
+_KEY_KNOWN = _ascii_pattern(
     "(?P<value>"
     + _any_of(
         *(rf"{first}k[-_](?=[\w-]*\d)[\w-]{{16,}}" for first in "spr"),  # model and payment services
@@ -84,7 +89,7 @@ _KNOWN_STARTS = (
     *("sk-", "sk_", "pk-", "pk_", "rk-", "rk_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-"),
     *("hf_", "npm_", "pypi-", "xox", "akia", "asia", "aiza", "ya29.", "eyj"),
 )
-_KEY_MIXED = _pattern(
+_KEY_MIXED = _ascii_pattern(
     r"(?<![\w-])(?P<value>(?=\w{32})(?=\w*[a-z])(?=\w*[A-Z])(?=(?:[A-Za-z_]*\d){3})[A-Za-z0-9_]{32,})(?![\w-])"
 )
 _WORDS = re.compile(r"[A-Z]?[a-z]{3,}")
@@ -121,6 +126,7 @@ _KEY_NAMED = _pattern(
     )
     + r"""(?P<value>(?=[^\s"'<>()]{0,64}\d)[\w+/=.~!@\#$%^&*-]{6,})"""
 )
+_BASIC_LOGIN = _pattern(r"""a(?<!\w.)uthorization["']?:\s*["']?basic\s+(?P<value>[\w+/]{6,256}={1,2})""")
 NO_SECRET = (
     r"\W{0,64}|string|str|text|password|null|none|true|false|yes|no|required|optional|redacted|<\w{1,32}>"
     r"|[$%{][^\"']{0,128}|[01]"
@@ -167,7 +173,7 @@ _EMAIL = _pattern(
     r"(?!v?\d++(?:\.\d++)++(?!\.?[A-Za-z]))[\w-]++(?:\.[\w-]++)++)"  # no version, as in `lodash@4.17.21`
 )
 # Cards begin as issuers' numbers do, so not with a year. Dots part them only in the groups that are printed on them.
-_CARD = _pattern(
+_CARD = _ascii_pattern(
     r"""(?P<value>[2-6](?<=(?<![\w.-])(?=2(?:2[2-9]|[3-6]|7[012])|3[04-9]|[4-6]).)\d{3}
       (?: (?:[ -]{0,2}\d){9,15} | (?:\ ?\.\ ?\d{4}){3} | \ ?\.\ ?\d{6}\ ?\.\ ?\d{5} ))(?![\w-])"""
 )
@@ -209,7 +215,7 @@ def _card(found: str, text: str, start: int) -> Span | None:
 
 _SEPARATORS = re.compile("[ .-]")
 _LETTERS = {ord("A") + i: str(10 + i) for i in range(26)}
-_IBAN = _pattern(r"(?P<value>[A-Z](?<![\w-].)[A-Z]\d{2}(?:[ .-]?[A-Z0-9]){11,30})(?![A-Za-z0-9])")
+_IBAN = _ascii_pattern(r"(?P<value>[A-Z](?<![\w-].)[A-Z]\d{2}(?:[ .-]?[A-Z0-9]){11,30})(?![A-Za-z0-9])")
 
 
 @cache
@@ -228,10 +234,10 @@ def _iban(found: str, text: str, start: int) -> Span | None:
 
 
 # Machines: addresses (not version or section numbers), hosts of URLs, bare host names of common endings.
-_IP = _pattern(
-    r"""[0-9A-Fa-f:](?<=(?<![\w.:])(?=(?P<value>
-      (?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?!\w|\.\d)
-    | (?=[\w:]{0,39}::|(?:\w{1,4}:){7})[0-9A-Fa-f:]{3,39}(?![\w:]|\.\d)
+_IP = _ascii_pattern(
+    r"""[0-9A-Fa-f:](?<=(?<![\w.])(?=(?P<value>
+      (?<!\d:)(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?!\w|\.\d)
+    | (?<!:)(?=[\w:]{0,39}::|(?:\w{1,4}:){7})[0-9A-Fa-f:]{3,39}(?![\w:]|\.\d)
     )).)"""
 )
 _VERSIONED = frozenset(("version", "versions", "v", "ver", "release", "build", "section", "chapter"))
@@ -278,11 +284,11 @@ _HOST = _pattern(
 )
 
 # Phone numbers: international, with an area code in brackets, North American, French, German and the like.
-_PHONE_ABROAD = _pattern(
+_PHONE_ABROAD = _ascii_pattern(
     r"""(?P<value>[+0](?<=(?<![.<+/-])(?:(?<![^\W\d])\+|(?<!\w)0(?=0[ 1-9])))(?:(?<=0)0)?
       [ ]?[1-9](?:[ .()/-]{0,2}\d){6,16}+)(?![\w-])"""
 )
-_PHONE_SHAPES = _pattern(
+_PHONE_SHAPES = _ascii_pattern(
     r"""(?P<value>[(\d](?<![\w.<+/-].)(?:
       (?<=\()\d{2,5}\)\ ?\d{2,5}(?:[ .-]\d{2,4}){1,3}
     | (?:(?<=1)[ .-][2-9]|(?<=[2-9]))\d{2}[ .-][2-9]\d{2}[ .-]\d{4}
@@ -290,7 +296,7 @@ _PHONE_SHAPES = _pattern(
     | (?<=0)[1-9]\d{1,3}[ /-]\d{3,8}(?:[ -]\d{1,4}){0,2}
     ))(?![\w-])"""
 )
-_PHONE_ANY = _pattern(
+_PHONE_ANY = _ascii_pattern(
     r"""(?P<value>[(\d](?<=(?<![\w.<+/:-])(?!(?:19|20)\d\d[./-]?[01]\d[./-]?[0-3]\d(?!\d{3}))
       (?![0-3]?\d[./-][01]?\d[./-](?:19|20)?\d\d\b).)
       (?:(?<=\()\d|(?<=\d))(?:[ ()/-]{0,2}\d){6,13}+)(?![\w-]|[.:]\d)"""
@@ -415,6 +421,7 @@ _RULES = (
     Rule("key", _SIGNED, needs=("signature=", "x-amz-", "x-goog-", "?", "&", ";"), small=True),
     Rule("key", _COOKIE, needs=("cookie", "-b"), small=True),
     Rule("key", _PASSWORD_QUOTED, needs=_NEEDED_NAMES, small=True),
+    Rule("key", _BASIC_LOGIN, needs=("basic",), small=True),
     Rule("key", _KEY_NAMED, needs=_NEEDED_NAMES, digit=True, small=True),
     Rule("key", _KEY_KNOWN, needs=_KNOWN_STARTS),
     Rule("key", _KEY_MIXED, _mixed, digit=True),

@@ -97,6 +97,11 @@ def redacted(text: str) -> tuple[str, dict[str, int]]:
             "password: `<key>`, **Password:** <key>, `api_key`: `<key>`",
         ),
         ("password: \u201chunter2\u201d", "password: \u201c<key>\u201d"),
+        # Beside letters of scripts that have no spaces, and behind a colon.
+        ("卡号4111111111111111，电话+49 30 901820。", "卡号<card>，电话<phone>。"),
+        ("口座DE89370400440532013000です 鍵ghp_a1B2a1B2a1B2a1B2a1B2です", "口座<iban>です 鍵<key>です"),
+        ("服务器192.168.0.1在 ip:203.0.113.77 ::ffff:10.0.0.1", "服务器<ip>在 ip:<ip> ::ffff:<ip>"),
+        ("Authorization: Basic YWJjOmRlZg==", "Authorization: Basic <key>"),
     ],
 )
 def test_found(text: str, expected: str) -> None:
