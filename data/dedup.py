@@ -166,7 +166,10 @@ def _without_what_changes(message: Message, engine: Engine) -> dict[str, Any]:
         if not any(fields):
             del asked["part_fields"]
     if message.tool_calls is not None:
-        calls = calls_as_printed(calls_with_objects(message.tool_calls, engine))
+        try:
+            calls = calls_as_printed(calls_with_objects(message.tool_calls, engine))
+        except ValueError:  # their text holds NaN or a number past all floats, which vLLM reads
+            calls = message.tool_calls
         asked["tool_calls"] = [{name: value for name, value in call.items() if name != "id"} for call in calls]
     return asked
 

@@ -402,6 +402,8 @@ def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str |
     if not isinstance(content, list):
         raise InputError(f"{where}: content is a JSON {_json_type(content)}; must be text or a list of text parts")
     # Parts that are not text (images, audio) cannot be left out without changing the question.
+    if engine == "vllm" and content and not any(isinstance(part, dict) and _is_typed(part) for part in content):
+        raise LeftOut(where, "messages in an unread form")
     parts, others = list[str](), list[dict[str, Any]]()
     for part in content:
         fields = part if isinstance(part, dict) else {"type": "text", "text": part}
@@ -428,6 +430,12 @@ def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str |
     if engine == "sglang":
         return parts, []
     return (parts[0] if len(parts) == 1 else parts), others
+
+
+def _is_typed(part: Mapping[str, Any]) -> bool:
+    """Whether a part is of a type in vLLM's schema: a content without any such part is shown as if it was empty."""
+    kind = str(part.get("type"))
+    return kind not in ("None", "input_text", "output_text") and part.get(_TEXT_PARTS.get(kind, "type")) is not None
 
 
 def _with_system(

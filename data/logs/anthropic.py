@@ -49,7 +49,9 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def is_request(body: Mapping[str, Any], answered: bool | None = None) -> bool:
     """Whether a body has fields that only requests of the Messages API have, or was `answered` as they are."""
     tools, choice, messages = body.get("tools"), body.get("tool_choice"), body.get("messages")
-    if any(body.get(name) is not None for name in ("system", "stop_sequences", "anthropic_version")):
+    # Chat completions pass over these fields.
+    named = any(body.get(name) is not None for name in ("system", "stop_sequences", "anthropic_version"))
+    if named and answered is not False:
         return True
     if isinstance(choice, Mapping) and choice.get("type") in (*_CHOICES, "tool"):
         return True

@@ -189,11 +189,13 @@ def settings_beside(request: Mapping[str, Any], body: Any, *around: Any) -> bool
     messages = request.get("messages")
     said = [str(one.get("role")) for one in messages if isinstance(one, Mapping)] if isinstance(messages, list) else []
     arguments = request.get("chat_template_kwargs")
-    named = {
-        name for name, value in {**(arguments if isinstance(arguments, Mapping) else {}), **request}.items() if value
-    }
-    named |= {_SYSTEM} if {"system", "developer"}.intersection(said) else set()
-    return any(_beside(named, each, _DEPTH) for each in (inside, *around))
+    given = {**(arguments if isinstance(arguments, Mapping) else {}), **request}
+    named = {name for name, value in given.items() if value not in (None, "", [], {})}
+    spoken = bool({"system", "developer"}.intersection(said))
+    named |= {_SYSTEM} if spoken else set()
+    # One that is read as of the Messages API has its own among the messages by now.
+    lacking = bool(request.get(_SYSTEM)) and not spoken
+    return lacking or any(_beside(named, each, _DEPTH) for each in (inside, *around))
 
 
 def _beside(named: Collection[str], around: Any, depth: int) -> bool:

@@ -12,7 +12,7 @@ from ...errors import InputError
 from . import anthropic
 from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, settings_beside, with_answer
 from .parsing import number, seconds
-from .response import answer_of
+from .response import answer_of, is_of_messages_api
 
 _GENERATION = "GENERATION"
 _CUT, _MEDIA = "<truncated due to size exceeding limit", "@@@langfuseMedia:"
@@ -50,7 +50,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
 
     # 2) The request: model parameters, and the input, which is a request body or bare messages.
     given = decoded(value.get("input"))
-    request, reason = _request(given, _parameters(decoded(_either(value, "model_parameters"))), engine)
+    answered = is_of_messages_api(decoded(value.get("output")))
+    request, reason = _request(given, _parameters(decoded(_either(value, "model_parameters"))), engine, answered)
     reason = _refusal(value, given, request) or reason
 
     # 3) Labels; a session, or else a trace, is a thread.
@@ -107,8 +108,13 @@ def _is_error(output: Any) -> bool:
     return isinstance(output, dict) and "error" in (output.get("object"), output.get("type"))
 
 
-def _request(given: Any, parameters: dict[str, Any], engine: str | None) -> tuple[dict[str, Any], Reason | None]:
-    """The chat-completions request of an input: messages, one of them, or a body that holds them."""
+def _request(
+    given: Any, parameters: dict[str, Any], engine: str | None, answered: bool | None
+) -> tuple[dict[str, Any], Reason | None]:
+    """The chat-completions request of an input: messages, one of them, or a body that holds them.
+
+    `answered`: whether its output is a response of the Messages API, or else of chat completions; None: neither.
+    """
     # 1) The body. A list of one list is what LangChain hands on.
     body = given if isinstance(given, dict) else {"messages": given}
     if "messages" not in body and "role" in body:
@@ -132,7 +138,7 @@ def _request(given: Any, parameters: dict[str, Any], engine: str | None) -> tupl
     request = parameters | {name: decoded(item) for name, item in body.items()} | {"messages": read}
     if tools and not request.get("tools"):
         request["tools"] = tools
-    if anthropic.is_request(body | {"messages": read}):
+    if anthropic.is_request(body | {"messages": read}, answered):
         return anthropic.request_of(request, engine)
     return body_of(request), None
 
@@ -178,7 +184,8 @@ def _content(content: Any) -> Any:
         and parts
         and all(isinstance(part, dict) and part.get("type") in _PARTS for part in parts)
     ):
-        return parts
+        # What the Responses API calls its texts, where they are shown.
+        return [{**part, "type": "text"} if part["type"] in ("input_text", "output_text") else part for part in parts]
     return content
 
 

@@ -97,9 +97,18 @@ def _chat_request(
             anthropic.system_text(first.get("content")) == anthropic.system_text(system)
         )
         body = request | {"system": None if logged else system}
-        if provider not in (None, "", "anthropic") and not _same_either_way(body):
+        text, native = first.get("content"), provider in (None, "", "anthropic")
+        if native and first.get("role") == "system" and isinstance(text, str) and system in (None, text):
+            body |= {"system": text, "messages": messages[1:]}
+        # It is sent on for models alone of which LiteLLM knows that they have one.
+        if request.get("output_config"):
+            return request, "reasoning effort in an unread form"
+        if not native and not _same_either_way(body):
             return request, _REWRITTEN
         return anthropic.request_of(body, engine)
+    # LiteLLM makes an effort of a budget for thinking.
+    if request.get("thinking") is not None:
+        return request, "reasoning effort in an unread form"
     # Some versions of LiteLLM send thoughts on inside the content, others do not; and join an assistant's parts.
     messages = [message for message in request["messages"] if isinstance(message, Mapping)]
     joined = [one for one in messages if one.get("role") == "assistant" and len(_blocks(one.get("content"))) > 1]

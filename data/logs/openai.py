@@ -50,6 +50,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         path.endswith("/messages") or (not path and anthropic.is_request(request, is_of_messages_api(response)))
     ):
         request, reason = anthropic.request_of(request, engine)
+    elif path:  # of chat completions, which pass over this field
+        request = {name: item for name, item in request.items() if name != "system"}
     around = {name: item for name, item in envelope.items() if name not in _REQUESTS}
     if reason is None and settings_beside(request, body, around):
         reason = "settings beside the request"

@@ -84,6 +84,18 @@ def test_a_billing_header_makes_no_other_thread() -> None:
     assert continued(asked(1, engine="sglang"), asked(3, engine="sglang")) == {}
 
 
+def test_arguments_that_no_json_holds_tell_turns_apart() -> None:
+    """vLLM reads the text of a call's arguments as Python does: NaN and numbers past all floats, too."""
+    texts = ('{"b": NaN, "a": 1}', '{"a": 1e400}', '{"a": 2}')
+    calls = ([{"type": "function", "function": {"name": "f", "arguments": text}}] for text in texts)
+    said = [Message(role="user", content="Hi"), Message(role="tool", content="done")]
+    records = [
+        Record(domain="d", messages=(said[0], Message(role="assistant", content="", tool_calls=one), said[1]))
+        for one in calls
+    ]
+    assert len({turn_keys(one)[-1] for one in records}) == len({one.id for one in records}) == 3
+
+
 def test_a_replayed_thread_is_one_conversation(tmp_path: Path) -> None:
     lines = [line for i in range(40) for line in replayed(i)]
     folder = build(tmp_path, random.Random(1).sample(lines, len(lines)))

@@ -302,3 +302,28 @@ def test_fields_of_a_table_are_text() -> None:
 def test_bad_domains(domain: Any) -> None:
     with pytest.raises(InputError, match=r"^log\.jsonl:7: .*domain"):
         read({"prompt": "a", "domain": domain}, "prompts", domain=None)
+
+
+@pytest.mark.parametrize(
+    "content, kept",
+    [
+        ([{"type": "input_text", "text": "Hi"}], False),
+        (["Hi"], False),
+        ([{"type": "text", "text": None}, {"type": "output_text", "text": "Hi"}], False),
+        ([{"type": "input_text", "text": "Hi"}, {"type": "text", "text": "you"}], True),
+        (["Hi", {"type": "thinking", "thinking": "you"}], True),
+        ([{"type": "refusal", "refusal": "Hi"}], True),
+        ([], True),
+    ],
+)
+def test_text_of_no_part_that_vllm_knows_is_shown_to_no_model(content: Any, kept: bool) -> None:
+    """Seen on servers of vLLM 0.32: with one part of a type in its schema all texts are shown, without any none is."""
+    for role in ("user", "system", "assistant", "tool"):
+        line = {"messages": [{"role": role, "content": content}, {"role": "user", "content": "Hi"}]}
+        if kept:
+            assert read(line).messages[0].text == "\n".join(
+                p if isinstance(p, str) else [*p.values()][1] for p in content
+            )
+        else:
+            with pytest.raises(LeftOut, match="messages in an unread form"):
+                read(line)

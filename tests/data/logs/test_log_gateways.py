@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from log_reading import SAMPLES, read_log, write_lines
 
+from draftforge.data.chat_template import without_billing
 from draftforge.errors import InputError
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -160,6 +161,30 @@ CALL = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Os
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
+def test_litellm_efforts_that_reach_some_models_alone_are_left_out(tmp_path: Path) -> None:
+    """LiteLLM 1.110 makes an effort of a chat completion's `thinking`, and drops `output_config` for most models."""
+    odd = [
+        payload(call_type="acompletion", model_parameters={"thinking": {"type": "enabled", "budget_tokens": 2048}}),
+        payload(model_parameters={"output_config": {"effort": "low"}}),
+    ]
+    read = read_log(write_lines(tmp_path / "l.jsonl", payload(), *odd), "litellm")
+    assert read.counts.left_out == {"reasoning effort in an unread form": 2}
+
+
+def test_litellm_reads_a_system_prompt_of_text_as_the_endpoint_does(tmp_path: Path) -> None:
+    """The line of Claude Code's header is cut off it, where a system message among the others would go whole."""
+    said = [
+        {"role": "system", "content": "x-anthropic-billing-header: a\nBe brief."},
+        {"role": "user", "content": "Hi"},
+    ]
+    (record,) = read_log(write_lines(tmp_path / "l.jsonl", payload(messages=said)), "litellm").records
+    assert [without_billing(message, "vllm") for message in record.messages] == ["Be brief.", "Hi"]
+    # Of other providers it is a message of the client's, and theirs is not logged.
+    lines = payload(), payload(messages=said, custom_llm_provider="hosted_vllm")
+    read = read_log(write_lines(tmp_path / "l.jsonl", *lines), "litellm")
+    assert read.counts.left_out == {"message rewritten by the gateway": 1}
+
+
 @pytest.mark.parametrize(
     "said, parameters, same",
     [
@@ -169,7 +194,6 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "str
         ([], {"system": [TEXT, TEXT]}, False),  # parts, which are joined by a line break
         ([], {"system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}]}, False),
         ([], {"thinking": {"type": "enabled", "budget_tokens": 2000}}, False),  # an effort
-        ([], {"output_config": {"effort": "low"}}, False),  # none
         ([], {"reasoning_effort": "medium"}, False),  # what 1.110.2 made of thinking, and logs
         ([], {"tools": []}, False),
         ([], {"tools": [{"name": "weather", "input_schema": {**SCHEMA, "additionalProperties": False}}]}, False),

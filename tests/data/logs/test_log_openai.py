@@ -180,6 +180,7 @@ def test_what_stands_around_a_body_tells_which_api_served_it(
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 FLAT: dict[str, Any] = {"name": "look", "input_schema": {}}
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 EFFORT, SAID = {"reasoning_effort": "high"}, {"role": "developer", "content": "Be brief."}
 SYSTEM = ("systemPrompt", "system_prompt", "instructions", "system_instruction", "systemInstruction", "SystemMessage")
 
@@ -215,6 +216,10 @@ SYSTEM = ("systemPrompt", "system_prompt", "instructions", "system_instruction",
         *(({"request": {"messages": [SAID, USER]}, name: "Be brief."}, False) for name in SYSTEM),
         *(({"request": {"messages": [USER]}, name: ""}, False) for name in SYSTEM),
         ({"request": {"messages": [USER]}, "config": {"generation": {"systemInstruction": "Be brief."}}}, True),
+        ({"request": {"messages": [USER], "system": "s"}, "response": {"choices": []}}, True),
+        ({"request": {"messages": [USER], "system": "s"}, "path": "/v1/chat/completions"}, False),
+        ({"request": {"messages": [USER], "system": "s"}, "response": ANTHROPIC}, False),
+        ({"request": {"messages": [USER], **OFF}, "params": {"enable_thinking": True}}, False),
         ({"request": {"messages": [USER]}, "ticket": {"instructions": "Call back."}, "system": "eu-1"}, False),
     ],
 )
