@@ -105,8 +105,8 @@ def _attend_true(
     query_LQD: Tensor, key_PGD: Tensor, value_PGD: Tensor, runs: QueryRuns, window: int | None
 ) -> tuple[Tensor, ...]:
     """Attention over the true states [L, Q, D], its log-sum-exp [Q, L], and two tensors for its backward pass."""
-    # torch's public function gives no gradient under another log-sum-exp: these operators, the same in torch 2.11 and 2.13,
-    # take it (tests/specdec/test_on_cuda.py compares them with one softmax).
+    # torch's public function gives no gradient under another log-sum-exp. These operators do, in torch 2.11 and 2.13 by
+    # the same arguments; tests/specdec/test_on_cuda.py compares them with one softmax.
     if window == 0:
         nothing = torch.full(query_LQD.shape[1::-1], -torch.inf, device=query_LQD.device)
         return torch.zeros_like(query_LQD), nothing
