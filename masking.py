@@ -27,6 +27,9 @@ _VALUE = rf"(?:{_QUOTED}|[^\s&\"',;)}}\]]+)"
 _SECRET_NAME = re.compile(_NAME, re.IGNORECASE)
 _SECRET_HEADER = re.compile(rf"({_NAME}\s{{0,8}}:\s{{0,8}}).+", re.IGNORECASE | re.DOTALL)
 _LOGIN_FLAGS = ("-u", "-U", "--user", "--proxy-user")
+_IDS = r"\d{1,10}:\d{1,10}"  # user and group of a container
+_NO_PYTHON = r"(?<!python\s)(?<!python3\s)(?<!python3\.\d\d\s)"  # whose -u takes no value
+_PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
 _RULES = [
     # User and password of an address; a password may hold a slash or an @, so the last @ counts.
     (r"//(?:[^\s/@:]{0,128}:[^\s\"']{0,256}|[^\s/]{0,256})@", f"//{MASK}@"),
@@ -39,10 +42,14 @@ _RULES = [
     (r"\b(authorization\s{0,8}:\s{0,8})(?:digest|hawk|oauth|aws4-[\w-]{1,20})\s[^\r\n]+", rf"\1{MASK}"),
     (r"\b(cookie2?\s{0,8}:\s{0,8})[\w.-]{1,128}=[^\r\n]+", rf"\1{MASK}"),
     (r"\b(authorization[\"']?\s{0,8}[:=]\s{0,8}[\"']?(?:(?:bearer|basic|token)\s+)?)[^\s\"',]+", rf"\1{MASK}"),
-    (rf"({_STARTS}(?:-H|--header)[\s=]{{0,8}}[\"']?{_NAME}\s{{0,8}}:\s{{0,8}})[^\s\"']+", rf"\1{MASK}"),
+    (
+        rf"({_STARTS}(?:-H|--header)[\s=]{{0,8}}(?P<quote>[\"'])?{_NAME}\s{{0,8}}:\s{{0,8}})"
+        r"(?:(?(quote)(?!(?P=quote))[^\r\n]|[^\s\"'])){1,4096}",
+        rf"\1{MASK}",
+    ),
     # What curl takes: --user name:password, -b name=value.
     (
-        rf"({_STARTS}(?:{'|'.join(_LOGIN_FLAGS)})[\s=]{{0,8}}[\"']?)(?:(?<=\")[^\"\n:]{{0,128}}:[^\"\n]{{1,512}}"
+        rf"({_NO_PYTHON}{_STARTS}(?:{'|'.join(_LOGIN_FLAGS)})[\s=]{{0,8}}[\"']?)(?!{_IDS}(?![^\s\"']))(?:(?<=\")[^\"\n:]{{0,128}}:[^\"\n]{{1,512}}"
         rf"|(?<=')[^'\n:]{{0,128}}:[^'\n]{{1,512}}|[^\s:\"'=/]{{1,128}}:(?!//)[^\s\"']+)",
         rf"\1{MASK}",
     ),
@@ -84,14 +91,19 @@ def masked_value(value: Any) -> Any:
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_masked_behind(flag, one) for flag, one in zip(("", *value), value)]
+        return [_masked_behind(*three) for three in zip(("", "", *value), ("", *value), value)]
     return masked(value) if isinstance(value, str) else value
 
 
-def _masked_behind(flag: Any, value: Any) -> Any:
-    """Element of a command, masked for the flag before it, too: `--password hunter2` is two elements."""
+def _masked_behind(program: Any, flag: Any, value: Any) -> Any:
+    """Element of a command, masked for the flag before it, too: `--password hunter2` is two elements.
+
+    `program`: what stands before the flag.
+    """
     if isinstance(flag, str) and flag[:1] == "-" and isinstance(value, str):
-        login, cookie = flag in _LOGIN_FLAGS and ":" in value, flag == "-b" and "=" in value
+        takes_login = flag in _LOGIN_FLAGS and not _PYTHON.fullmatch(str(program))
+        login = takes_login and ":" in value and not re.fullmatch(_IDS, value)
+        cookie = flag == "-b" and "=" in value
         if login or cookie or _is_secret(flag.lstrip("-")):
             return MASK
         if flag in ("-H", "--header"):

@@ -32,7 +32,8 @@ from ..specdec.target_settings import TemplateLimits
 LIMITS: ContextVar[TemplateLimits] = ContextVar("template limits", default=TemplateLimits())  # noqa: B039  frozen
 """Limits of what is being rendered: templates are compiled once, for all."""
 _ROUND = 32
-_FULL_RENDERINGS, _SPARED = 64, 4
+_FULL_RENDERINGS = 64  # renderings of one tokenizer that may take all their steps, whatever the others take
+_SPARED = 4  # of the steps that a rendering may take for the size of its input, all together may take a quarter
 _MOST_BITS = 1 << 12
 _MOST_ODD_KEYS = 64  # of a dict that is written out; others than texts can be made to collide
 _STRFTIME_GROWTH = 256  # characters that Python lets the C library make of each of a format
@@ -108,8 +109,8 @@ _WIDTH = re.compile(r"\d+(?:\.\d*)?[hlL]?[diouxXeEfFgGcrsa]")
 
 
 @dataclass
-class Total:
-    """What all renderings for one tokenizer took, and the size of what they were given.
+class StepBudget:
+    """Steps that all renderings for one tokenizer took, and the size of what they were given, which limits them.
 
     A template that takes most of its steps for each conversation would take days for a log of them.
     """
@@ -128,8 +129,8 @@ class Total:
             )
 
 
-TOTAL: ContextVar[Total] = ContextVar("template total")
-"""Total of the tokenizer for which is rendered; none: nothing is added up."""
+STEP_BUDGET: ContextVar[StepBudget] = ContextVar("template step budget")
+"""Step budget of the tokenizer for which a template is rendered; none: nothing is added up."""
 
 
 class _BoundedTemplate(Template):
@@ -142,8 +143,8 @@ class _BoundedTemplate(Template):
         try:
             return super().render(*args, **kwargs)
         finally:
-            if total := TOTAL.get(None):
-                total.add(self.environment.taken, size)
+            if budget := STEP_BUDGET.get(None):
+                budget.add(self.environment.taken, size)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):

@@ -44,7 +44,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ..errors import InputError
 from ..specdec.expressions import ids_of
 from ..specdec.target_settings import TemplateLimits
-from .bounded_templates import LIMITS, TOTAL, BoundedEnvironment, Total
+from .bounded_templates import LIMITS, STEP_BUDGET, BoundedEnvironment, StepBudget
 from .conversation import Conversation, Engine, Message, PromptEnd, Turn
 from .logs.anthropic import BILLING_HEADER, MESSAGES_API
 
@@ -140,8 +140,8 @@ def render_prompt(
     template's clock shows; None: now."""
     require_chat_template(tokenizer)
     try:
-        total = tokenizer.__dict__.setdefault("template_total", Total())
-        with _surroundings(asked_at, getattr(tokenizer, "template_limits", LIMITS.get()), total):
+        budget = tokenizer.__dict__.setdefault("template_step_budget", StepBudget())
+        with _surroundings(asked_at, getattr(tokenizer, "template_limits", LIMITS.get()), budget):
             prompt = _prompt(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
         prompt.whole.encode()
         return prompt
@@ -164,7 +164,7 @@ class _Clock:
 
 
 @contextmanager
-def _surroundings(time: float | None, limits: TemplateLimits, total: Total) -> Iterator[None]:
+def _surroundings(time: float | None, limits: TemplateLimits, budget: StepBudget) -> Iterator[None]:
     """Let templates see this time, and bound what they do. transformers takes both from its modules alone.
 
     What it changes of messages from 5.24 on (fields without a value are gone, reasoning gets another name) it leaves:
@@ -185,7 +185,7 @@ def _surroundings(time: float | None, limits: TemplateLimits, total: Total) -> I
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, value)
         stack.callback(LIMITS.reset, LIMITS.set(limits))
-        stack.callback(TOTAL.reset, TOTAL.set(total))
+        stack.callback(STEP_BUDGET.reset, STEP_BUDGET.set(budget))
         yield
 
 

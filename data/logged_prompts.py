@@ -192,7 +192,7 @@ class PromptCheck:
             prompt = turn_prompt(self._tokenizer, conversation, turn)
             ids = rendered[turn.index] = ids_of_prompt(self._tokenizer, prompt)
         except InputError:
-            return None
+            return UNPROVEN if self._in_doubt(conversation, logged.counts) else None
         if logged.digests and prompt_digest(prompt.whole) not in logged.digests:
             return OTHER_PROMPT
         counts = [one for one in logged.counts if not one.tokens or self._counts_our_tokens(one.counter)]
@@ -201,8 +201,6 @@ class PromptCheck:
             for one in counts:
                 _add(self._found[one.counter], one, len(ids), place(conversation, turn.index))
         told = {one.tokens for one in counts if one.tokens}
-        if self._may_lack_system(logged.counts):  # which adds tokens, whoever counts them
-            told |= {one.tokens for one in logged.counts if one.tokens > len(ids)}
         if told and len(ids) not in told:
             return f"{OTHER_COUNT} ({len(ids)}, logged {_listed(told)})"
         return UNPROVEN if not (told or logged.digests) and self._in_doubt(conversation, logged.counts) else None
@@ -211,9 +209,11 @@ class PromptCheck:
         """Whether a prompt must be shown to be the served one: vLLM makes it by other code, or its log may lack its
         system prompt and no number can be compared."""
         own_code = self._own_code and conversation.engine == "vllm" and not self._ask_unproven
-        return own_code or (self._may_lack_system(counts) and not any(one.tokens for one in counts))
+        compared = any(one.tokens and self._counts_our_tokens(one.counter) for one in counts)
+        return own_code or (not compared and self._may_lack_system(counts))
 
     def _may_lack_system(self, counts: Sequence[PromptCount]) -> bool:
+        """Whether all requests of a prompt may have had a system prompt that their log lacks."""
         lacking = bool(counts) and all(one.counter.endswith(NO_SYSTEM_PROMPT) for one in counts)
         return lacking and not self._ask_unproven
 
@@ -256,7 +256,9 @@ class PromptCheck:
         if name.endswith(NO_SYSTEM_PROMPT):
             more += "; LiteLLM logs no system prompt that was sent as blocks"
             more += (
-                "" if self._ask_unproven else ": where it counts more tokens, or none can be compared, none is asked"
+                ""
+                if self._ask_unproven
+                else ": where it counts others than the prompt has, or none to compare, none is asked"
             )
         if sampled.compared and not self._counts_our_tokens(name):
             least, most = sampled.least, sampled.most

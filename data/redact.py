@@ -22,7 +22,7 @@ from .redaction_rules import KEY_LIKE, KEY_NAME, NO_SECRET, PASSWORD_NAME, Rule,
 from .settings import Kind
 
 _DIGITS = tuple("0123456789")
-_SUSPECT = re.compile(r"[0-9@_=-]|\.\w|://|(?<!\w)\w{20}|:\s*[\"']")
+_SUSPECT = re.compile(r"[0-9@_=-]|\.\w|://|(?<!\w)\w{20}|:\s*[\"']|[Bb](?i:asic)\s")
 """Found in every text in which any rule finds something: plain words and full stops need no rule."""
 _MOST_REMEMBERED = 1 << 22  # characters
 _LONGEST_NAME = 64

@@ -9,6 +9,7 @@ character. Verification takes microseconds.
 import re
 import socket
 import string
+from base64 import b64decode
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate
@@ -126,7 +127,20 @@ _KEY_NAMED = _pattern(
     )
     + r"""(?P<value>(?=[^\s"'<>()]{0,64}\d)[\w+/=.~!@\#$%^&*-]{6,})"""
 )
-_BASIC_LOGIN = _pattern(r"""a(?<!\w.)uthorization["']?:\s*["']?basic\s+(?P<value>[\w+/]{6,256}={1,2})""")
+_BASIC_LOGIN = _ascii_pattern(
+    r"""[Aa](?<!\w.)(?i:uthorization["']?:\s*["']?basic\s+)(?P<value>[A-Za-z0-9+/]{6,256}+={0,2})"""
+)
+
+
+def _login(found: str, text: str, start: int) -> Span | None:
+    """A value that ends as base64 does, or stands for a text with a colon, as `user:password`; no word does."""
+    try:
+        login = b64decode(found + "=" * (-len(found) % 4)).decode()
+    except ValueError:
+        login = ""
+    return (0, len(found)) if found.endswith("=") or (":" in login and login.isprintable()) else None
+
+
 NO_SECRET = (
     r"\W{0,64}|string|str|text|password|null|none|true|false|yes|no|required|optional|redacted|<\w{1,32}>"
     r"|[$%{][^\"']{0,128}|[01]"
@@ -421,7 +435,7 @@ _RULES = (
     Rule("key", _SIGNED, needs=("signature=", "x-amz-", "x-goog-", "?", "&", ";"), small=True),
     Rule("key", _COOKIE, needs=("cookie", "-b"), small=True),
     Rule("key", _PASSWORD_QUOTED, needs=_NEEDED_NAMES, small=True),
-    Rule("key", _BASIC_LOGIN, needs=("basic",), small=True),
+    Rule("key", _BASIC_LOGIN, _login, needs=("basic",)),
     Rule("key", _KEY_NAMED, needs=_NEEDED_NAMES, digit=True, small=True),
     Rule("key", _KEY_KNOWN, needs=_KNOWN_STARTS),
     Rule("key", _KEY_MIXED, _mixed, digit=True),

@@ -87,6 +87,8 @@ def require_some(source: Source, index: int, counts: SourceCounts) -> None:
     if name_of(source) not in source.may_be_unanswered:
         seen = ", ".join(f"{count} {reason}" for reason, count in counts.left_out.items())
         why = f" ({counts.read} read, {counts.skipped} skipped{seen and f'; {seen}'})" if counts.read else ""
+        if source.kind == "vllm" and "no text logged" in counts.left_out:
+            why += "; `VLLM_LOGGING_LEVEL=DEBUG vllm serve MODEL --enable-log-requests` logs prompts"
         raise InputError(
             f"mix.sources[{index}]: {name_of(source)}: holds no conversation{why}; at least one is needed, unless "
             "mix.may_be_unanswered names the source"

@@ -96,6 +96,9 @@ class Stages:
             sorted(fingerprint.of_file(base / path / MIX_MANIFEST) for path in settings.ancestors),
             self.space.ancestors,
         ]
+        # Mixes before that rule do not mark them.
+        if any(source.kind == "litellm" for source in settings.sources):
+            inputs.append("calls that may lack their system prompt")
         # Prompts that the target writes change with it.
         if self.asks_target:
             inputs.append(self.space.target_fingerprint)
@@ -118,6 +121,8 @@ class Stages:
         if recipe.capture.answers is not None:
             with named("capture.answers"):
                 inputs.append(answers_digest(recipe.capture.answers))
+        if self.space.asks_proven_alone:
+            inputs.append("proven prompts alone")  # captures before that rule asked all
         return stage_address(self.space, "capture", inputs)
 
     @property

@@ -82,6 +82,8 @@ def answer_probe(space: Workspace, conversations: Sequence[Conversation]) -> Sta
         [sampling.model_dump() for sampling in recipe.score.sampling],
         [target.fingerprint, str(target.dtype)],
     ]
+    if space.asks_proven_alone:
+        inputs.append("proven prompts alone")
     stage = stage_address(space, "probe", inputs)
     # 2) One probe is kept. A dry run has links to the real ones, which are not its own to remove.
     for earlier in space.root.glob("probe-*"):

@@ -35,7 +35,7 @@ from ..registry.store_address import store_exists
 from ..registry.tracking import TrackedRun, start_run
 from ..registry.versions import is_models_uri, resolve_models_uri
 from ..specdec.target_settings import TargetSettings
-from ..specdec.targets import Target, target_files, target_fingerprint
+from ..specdec.targets import Target, rendered_by_vllm, target_files, target_fingerprint
 from ..train.checkpoints import flatten
 from ..train.settings import Settings
 
@@ -340,6 +340,17 @@ class Workspace:
             return target_files(self.target_settings, self.digests)
         except MissingFileError:
             return {}
+
+    @cached_property
+    def asks_proven_alone(self) -> bool:
+        """Whether a capture leaves out prompts that are in doubt as vLLM makes the target's by code of its own.
+
+        Nothing tells so of a target that is gone.
+        """
+        try:
+            return not self.recipe.capture.ask_unproven and rendered_by_vllm(self.target_settings) is not None
+        except MissingFileError:
+            return False
 
     @cached_property
     def target(self) -> Target:

@@ -34,6 +34,8 @@ from draftforge.masking import masked, masked_value
         ('curl -uann:pw --user=ann:pw --proxy-user "a b:c" x', 'curl -u*** --user=*** --proxy-user "***" x'),
         ("curl -H 'Cookie: a=b; c=d' -b sid=1 --cookie 's=1; t=2' x", "curl -H 'Cookie: ***' -b *** --cookie '***' x"),
         ('curl -H "Authorization: hunter two" -H X-Api-Key:abc x', 'curl -H "Authorization: ***" -H X-Api-Key:*** x'),
+        ("curl -H 'X-Api-Key: abc def' -H \"Token: it's\" x", "curl -H 'X-Api-Key: ***' -H \"Token: ***\" x"),
+        ("curl -u 1000:1000x -u ann:1000", "curl -u *** -u ***"),
         ("Set-Cookie: sid=ab; Path=/\nHost: h", "Set-Cookie: ***\nHost: h"),
         ("Authorization: Digest username=u, response=r\nHost: h", "Authorization: ***\nHost: h"),
         ("{'Authorization': 'Basic abcdefgh', 'Cookie': 'a b'}", "{'Authorization': '***', 'Cookie': '***'}"),
@@ -52,6 +54,7 @@ def test_secrets_are_masked(text: str, shown: str) -> None:
         "registry.password: unknown key; the nearest known one is registry.model",
         "the prompt has token 128 ('x'), the embeddings have 64 rows",
         "basic functionality of bearer tokens",
+        "docker run -u 1000:1000 --user '0:0' i; python -u pkg.mod:main; /usr/bin/python3.12 -u pkg.mod:main",
         "python -u train.py --user ann --cookie-jar jar, -b main, cookie: none, -u http://h/x",
     ],
 )
@@ -88,6 +91,7 @@ def test_values_are_masked_by_their_keys_and_flags() -> None:
             3,
         ],
         "headers": {"Authorization": "plain", "cookie": "a=b"},
+        "left": ["docker", "run", "-u", "1000:1000", "/bin/python3", "-u", "pkg.mod:main"],
     }
     assert masked_value(value) == {
         "command": ["/bin/x", "--password", "***", "--out", "f", "TOKEN=***"],
@@ -110,6 +114,7 @@ def test_values_are_masked_by_their_keys_and_flags() -> None:
             3,
         ],
         "headers": {"Authorization": "***", "cookie": "***"},
+        "left": value["left"],
     }
 
 

@@ -179,11 +179,12 @@ def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_beside(request: Mapping[str, Any], body: Any, *around: Any) -> bool:
-    """Whether tools, template arguments or a system prompt stand beside a request that names none of its own: nothing
-    tells whether its prompt was made with them.
+    """Whether tools, template arguments or a system prompt stand beside a request that names none of its own, so that
+    nothing tells whether its prompt was made with them.
 
-    `body`: the request as it was logged, whose own fields engines take, or pass over as far as they are no system
-    prompt; `around`: objects around it.
+    `body`: the request as it was logged. Engines take its tools and arguments, so only what they pass over is searched:
+    a system prompt in a field, and what lies inside other fields. `around`: objects in which the request was logged;
+    all of them is searched.
     """
     inside = {name: value for name, value in body.items() if name not in _SHAPING} if isinstance(body, Mapping) else {}
     messages = request.get("messages")
@@ -199,6 +200,7 @@ def settings_beside(request: Mapping[str, Any], body: Any, *around: Any) -> bool
 
 
 def _beside(named: Collection[str], around: Any, depth: int) -> bool:
+    """Whether an object, or one inside it down to `depth`, holds something that shapes a prompt and is not `named`."""
     for name, found in around.items() if isinstance(around, Mapping) else ():
         if name in _TAKEN:
             continue

@@ -228,7 +228,7 @@ def test_a_template_that_takes_many_steps_each_time_ends_the_run() -> None:
             rendered += 1
     assert 64 < rendered < 128
     # One that fails at its limit counts, too; a target that is loaded anew begins anew.
-    del tokenizer.template_total
+    del tokenizer.template_step_budget
     tokenizer.chat_template = "{% for i in range(1_500) %}{% endfor %}"
     for _ in range(64):
         with pytest.raises(InputError, match="refuses the messages"):
@@ -238,7 +238,7 @@ def test_a_template_that_takes_many_steps_each_time_ends_the_run() -> None:
             with suppress(InputError):
                 render_text(tokenizer, ASK)
     # What is refused before it is done takes nothing.
-    del tokenizer.template_total
+    del tokenizer.template_step_budget
     tokenizer.chat_template = "{{ 'a' * 10**9 }}"
     for _ in range(99):
         with pytest.raises(InputError, match="refuses the messages"):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from log_reading import write_lines
 
 from draftforge.data.chat_template import render, turn_prompt
 from draftforge.data.conversation import Conversation, Message, turns
-from draftforge.data.logged_prompts import OTHER_COUNT, OTHER_PROMPT, PromptCheck
+from draftforge.data.logged_prompts import OTHER_COUNT, OTHER_PROMPT, UNPROVEN, PromptCheck
 from draftforge.data.logs.parsing import prompt_digest
 from draftforge.data.mix import build_mix, load_mix
 from draftforge.data.settings import MixSettings
@@ -105,18 +106,18 @@ def test_what_a_log_lost_shows_by_the_number_of_tokens(
         assert f"; {least:+} to {most:+} tokens), as of another tokenizer or template, or where the" in told[name]
 
 
+@pytest.mark.parametrize("same", [1, 4])
 def test_what_may_have_had_another_prompt_is_asked_where_the_log_shows_the_same_one(
-    tmp_path: Path, tokenizer: Any, length: Callable[..., int]
+    tmp_path: Path, tokenizer: Any, length: Callable[..., int], same: int
 ) -> None:
-    """LiteLLM's calls without a system prompt, and targets whose prompts vLLM makes by other code. A system prompt adds
-    tokens, so that larger numbers leave calls out however few are the same."""
+    """LiteLLM's calls without a system prompt, and targets whose prompts vLLM makes by other code."""
     texts = {f"question {i} of {'many ' * i}words": i for i in range(8)}
     redacted = "write to ann@example.org"
     calls = [
         {"call_type": call, "model": "m", "messages": say(f"{call} {text}"), "prompt_tokens": tokens}
         for call in ("anthropic_messages", "acompletion")
         for text, i in {**texts, redacted: 0}.items()
-        for tokens in [length(say(f"{call} {text}")) + (0 if i == 0 else -1 if i == 7 else 40)]
+        for tokens in [length(say(f"{call} {text}")) + (0 if i < same else -1 if i == 7 else 40)]
     ]
     fill = [{"call_type": "acompletion", "messages": say(f"word{i} word{i * 7} word{i * 13}")} for i in range(60)]
     write_lines(tmp_path / "log.jsonl", *map(json.dumps, [*calls, *fill]))
@@ -134,14 +135,17 @@ def test_what_may_have_had_another_prompt_is_asked_where_the_log_shows_the_same_
                 found[name].add(text.split(" ")[2] if name != "word" else text)
         return found
 
-    # Most numbers are others: they prove nothing, but larger ones may be of a part that the log lacks.
+    # Where most numbers are others, they are of another tokenizer, or of a part that the log lacks: they prove nothing.
     every, fillers = {*"01234567", "to"}, {" ".join(f"word{i * n}" for n in (1, 7, 13)) for i in range(60)}
-    assert asked() == {"anthropic": {"0", "7"}, "acompletion": every, "word": fillers}
-    assert asked(True) == {"anthropic": set(), "acompletion": set(), "word": set()}
+    proven = {str(i) for i in range(same)} if same == 4 else set()
+    assert asked() == {"anthropic": proven, "acompletion": (proven | {"to"}) if proven else every, "word": fillers}
+    assert asked(True) == {"anthropic": proven, "acompletion": proven, "word": set()}
+    every = proven | {"to"} if proven else every
     assert asked(True, True) == asked(False, True) == {"anthropic": every, "acompletion": every, "word": fillers}
     line = next(line for line in PromptCheck(tokenizer, mix).lines(sampled=True) if "without a system prompt" in line)
-    assert "not compared: of 8 requests 7 have another number" in line and "1 not compared, as" not in line
-    assert "LiteLLM logs no system prompt that was sent as blocks: where it counts more tokens, or none" in line
+    assert (f"not compared: of 8 requests {8 - same} have another number" in line) == (same == 1)
+    assert "1 not compared, as" not in line
+    assert "LiteLLM logs no system prompt that was sent as blocks: where it counts others than the prompt has" in line
 
 
 def test_each_turn_of_a_thread_has_the_time_and_the_prompt_of_its_own_request(
@@ -183,3 +187,14 @@ def test_each_prompt_whose_text_is_logged_is_compared_with_it(tokenizer: Any) ->
         check = PromptCheck(tokenizer, [one])
         found = {turn: reason for turn in (0, 1) if (reason := check.refusal(one, turn)) is not None}
         assert found == dict.fromkeys(refused, OTHER_PROMPT), told
+
+
+def test_a_turn_that_the_template_refuses_leaves_those_before_it_in_doubt(tokenizer: Any) -> None:
+    """Where vLLM makes the prompts by code of its own: what is logged of the last turn shows nothing of the first."""
+    said = [Message(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(("a", "b", "refused"))]
+    form: Json = {"domain": "d", "cluster": "k", "split": "train", "messages": said, "engine": "vllm"}
+    one = Conversation.model_validate({"id": "o", **form, "logged_prompts": [{"turn": 1, "counts": [["m", 9, 1]]}]})
+    strict = copy(tokenizer)
+    strict.chat_template = "{% if messages[-1].content == 'refused' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
+    assert [PromptCheck(strict, [one], True).refusal(one, turn) for turn in (0, 1)] == [UNPROVEN, UNPROVEN]
+    assert [PromptCheck(strict, [one]).refusal(one, turn) for turn in (0, 1)] == [None, None]

@@ -102,6 +102,8 @@ def redacted(text: str) -> tuple[str, dict[str, int]]:
         ("口座DE89370400440532013000です 鍵ghp_a1B2a1B2a1B2a1B2a1B2です", "口座<iban>です 鍵<key>です"),
         ("服务器192.168.0.1在 ip:203.0.113.77 ::ffff:10.0.0.1", "服务器<ip>在 ip:<ip> ::ffff:<ip>"),
         ("Authorization: Basic YWJjOmRlZg==", "Authorization: Basic <key>"),
+        ("'authorization': 'basic dXNlcjprdmlkdHdm'", "'authorization': 'basic <key>'"),
+        ("Authorization: BASIC aHdybDpESUho", "Authorization: BASIC <key>"),
     ],
 )
 def test_found(text: str, expected: str) -> None:
@@ -123,6 +125,7 @@ def test_found(text: str, expected: str) -> None:
         "see README.md, setup.py, node.js, version 3.11.2 at 12:30:45",
         "3/4 + 5/6, ratio 16:9, 100-200",
         "def test_the_very_long_function_name_of_this_module(): pass",
+        "Authorization: Basic authentication, authorization: basic user:password",
         "threading.local() and logging.info('x')",
         "an @mention and a sk-short key",
         "2.13.0.1, torch 2.13.0.1, torch==2.13.0.1, v2.13.0.1, from 2.13.0.0 to 2.13.0.1",

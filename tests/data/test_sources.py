@@ -68,6 +68,15 @@ def test_broken_files_name_the_line(tmp_path: Path, name: str, content: bytes, r
     assert rule in str(caught.value) and name in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_vllm_log_without_prompts_names_the_cure(tmp_path: Path) -> None:
+    (tmp_path / "server.log").write_text(
+        "INFO 11-30 10:00:00 [logger.py:46] Received request chatcmpl-1: prompt: None, params: SamplingParams(n=1), "
+        "prompt_token_ids: None, prompt_embeds shape: None, lora_request: None.\n"
+    )
+    with pytest.raises(InputError, match=r"1 no text logged\); `VLLM_LOGGING_LEVEL=DEBUG vllm serve .*-log-requests`"):
+        reading(tmp_path, kind="vllm", path="server.log", year=2026)
+
+
 def test_an_error_quotes_nothing_of_the_line(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"turns": ["my card is 4111 1111 1111 1111"}\n')
     with pytest.raises(InputError) as caught:

@@ -10,7 +10,8 @@ from draftforge.data.conversation import SPLITS
 from draftforge.data.store import Capture
 from draftforge.errors import InputError, MissingFileError
 from draftforge.pipeline import distill as flow
-from draftforge.pipeline.stages import captured_stages
+from draftforge.pipeline import workspace
+from draftforge.pipeline.stages import Stages, captured_stages
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import Recipe, load_recipe
 
@@ -25,6 +26,17 @@ def places(recipe: Recipe) -> tuple[Path, Path]:
     """Folders of the capture and of the training."""
     stages = captured_stages(Workspace(recipe))
     return stages.captured.folder, stages.training("small").folder
+
+
+def test_a_capture_of_before_prompts_in_doubt_were_left_out_is_another_one(
+    write_recipe: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(write_recipe())
+    every = load_recipe(write_recipe(), ["capture.ask_unproven=true"])
+    plain, asked = (Stages(Workspace(one)).capture.fingerprint for one in (recipe, every))
+    monkeypatch.setattr(workspace, "rendered_by_vllm", lambda settings: "by code of its own")
+    assert Stages(Workspace(recipe)).capture.fingerprint not in (plain, asked)
+    assert Stages(Workspace(every)).capture.fingerprint == asked
 
 
 @pytest.mark.slow
