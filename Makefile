@@ -6,11 +6,12 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+COMMA := ,
 PIP := $(BIN)/python -m pip -qq --no-input --disable-pip-version-check
 # uv installs in a fifth of pip's time. It reads no settings of pip's: those of the environment are handed over, and where
 # it fails, pip does it.
 UV := $(if $(PIP_INDEX_URL),UV_DEFAULT_INDEX='$(PIP_INDEX_URL)') $(if $(PIP_EXTRA_INDEX_URL),UV_INDEX='$(PIP_EXTRA_INDEX_URL)') \
-	$(if $(PIP_FIND_LINKS),UV_FIND_LINKS='$(PIP_FIND_LINKS)') $(if $(PIP_CERT),SSL_CERT_FILE='$(PIP_CERT)') \
+	$(if $(PIP_FIND_LINKS),UV_FIND_LINKS='$(subst $() ,$(COMMA),$(strip $(PIP_FIND_LINKS)))') $(if $(PIP_CERT),SSL_CERT_FILE='$(PIP_CERT)') \
 	$(BIN)/python -m uv pip install -q --python $(BIN)/python
 INSTALLED := .venv/.installed
 TESTED := .venv/.installed-dev

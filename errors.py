@@ -114,8 +114,8 @@ class AcceptanceMismatchError(DraftforgeError, ArithmeticError):
     exit_code = 3
 
 
-class HubError(DraftforgeError, ConnectionError):
-    """The model hub cannot be asked which revision is the newest."""
+class HubError(MissingFileError, ConnectionError):
+    """A model is not here, and the model hub cannot be asked for it, or which revision of it is the newest."""
 
     exit_code = 3
 

@@ -39,6 +39,7 @@ def quiet_libraries() -> None:
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)  # it prints to stdout
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # of a lost connection our error says it, without its stack
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what it warns of in tables, loading.py checks
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # each of its retries is a line
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")
 

@@ -214,6 +214,8 @@ def check_tracking(tracking_uri: str | None, workdir: Path) -> Check:
         uri = resolve_uri(RegistrySettings(tracking_uri=tracking_uri), workdir)
     except DraftforgeError as error:
         return Check("tracking", "FAIL", str(error), "correct --tracking-uri or MLFLOW_TRACKING_URI")
+    except ImportError as error:
+        return Check("tracking", "FAIL", f"MLflow's database cannot be opened: {error}", "pip install 'sqlalchemy>=2'")
     # SQLite needs a folder that can be written to; a server is asked; of other databases only the port is tried.
     parts = urlsplit(uri)
     if parts.scheme.startswith("sqlite"):
@@ -249,14 +251,15 @@ def _check_server(uri: str, shown: str) -> Check:
 
 
 def _print_table(checks: list[Check]) -> None:
-    """Print the checks as a table, and how many stand how."""
+    """Print the checks as a table, and how many stand how. An address stays on one line, to be copied."""
     table = Table(box=None, pad_edge=False)
+    address = max((len(word) for check in checks for word in check.found.split() if "://" in word), default=0)
     for title in ("check", "", "found", "remedy"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title, overflow="fold", min_width=address if title == "found" else None)
     for check in checks:
         status = f"[{STYLE[check.status]}]{check.status}[/]"
         table.add_row(check.name, status, escape(check.found), escape(check.remedy))
     console = Console()
-    console.print(table)
+    console.print(table, crop=False)
     counts = {status: sum(check.status == status for check in checks) for status in STYLE}
     console.print(f"{counts['OK']} OK, {counts['WARN']} WARN, {counts['FAIL']} FAIL", highlight=False)

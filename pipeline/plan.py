@@ -30,7 +30,7 @@ from ..recipe import Recipe
 from ..specdec.loading import refused
 from ..specdec.models import CausalModel
 from ..specdec.served_context import served_context
-from ..specdec.targets import Target
+from ..specdec.targets import Target, snapshot
 from ..storage import size_text
 from ..train.families import family_of
 from ..train.memory_estimate import DiskFootprint
@@ -208,8 +208,10 @@ def load_shapes(recipe: Recipe) -> TargetShapes:
     if path.suffix == ".gguf":
         path, options["gguf_file"] = path.parent, path.name
     with refused(f"target.model: {settings.model}"):
-        source = str(path) if path.is_dir() else settings.model
-        config = AutoConfig.from_pretrained(source, revision=settings.revision, **options)
+        if not path.is_dir():
+            wanted = ["config.json", "*.py", *filter(None, [options["gguf_file"]])]
+            path = snapshot(settings.model, settings.revision, "target.model", wanted)
+        config = AutoConfig.from_pretrained(path, **options)
         return TargetShapes.of_config(config)
 
 

@@ -337,9 +337,9 @@ def record_decision(tracking: Tracking, decision: Decision, version: Version) ->
         figures = decision.numbers.evidence.candidate
         tags |= {TAU_TAG: f"{figures.tau:.4f}", SPEEDUP_TAG: f"{figures.speedup.value:.4f}"}
     # The artifact goes first: a tag never names a record that does not exist.
-    stored = StoredDecision(version=version.reference, at=now, **vars(decision))
+    record = StoredDecision(version=version.reference, at=now, **vars(decision)).dump()
     with mlflow_errors(tracking.uri):
-        tracking.client.log_text(version.run_id, stored.dump(), path)
+        tracking.client.log_text(version.run_id, record, path)
         for key, value in tags.items():
             tracking.client.set_model_version_tag(version.name, str(version.number), key, value)
 

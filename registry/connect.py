@@ -40,7 +40,7 @@ KIND_TAG, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _MOST_PAGES = 1000
 _UNUSABLE = (ParseError, KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError)
-"""What MLflow's client raises where a reply is no reply of a server."""
+"""What MLflow's client raises where a reply is no reply of an MLflow server."""
 T = TypeVar("T")
 
 
@@ -136,7 +136,10 @@ def how_to_look(tracking: Tracking, run_id: str) -> str:
 
 @contextmanager
 def mlflow_errors(tracking_uri: str) -> Iterator[None]:
-    """Turn MLflow's errors into one line of ours: RegistryError for what does not exist, TrackingError otherwise."""
+    """Turn MLflow's errors into one line of ours: RegistryError for what does not exist, TrackingError otherwise.
+
+    The block calls MLflow and nothing else: what a defect of ours raises would be taken for a server's bad reply.
+    """
     try:
         yield
     except (MlflowException, requests.RequestException, SQLAlchemyError, OSError) as error:
@@ -154,7 +157,7 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
             raise
         raise TrackingError(f"{where}: {_in_one_line(error, tracking_uri)}") from error
     except _UNUSABLE as error:
-        if isinstance(error, DraftforgeError):
+        if isinstance(error, DraftforgeError) or not tracking_uri.startswith(("http://", "https://")):
             raise
         said = f"{type(error).__name__}: {one_line(error, clean=masked)}"
         raise TrackingError(f"{masked(tracking_uri)}: MLflow's reply is unusable ({said})") from error

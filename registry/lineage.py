@@ -120,7 +120,8 @@ def get_version(tracking: Tracking, reference: str) -> Version:
     if not name or not number.isdecimal():
         raise RegistryError(f"{reference}: must read name/number")
     with mlflow_errors(tracking.uri):
-        return as_version(tracking.client.get_model_version(name, number))
+        record = tracking.client.get_model_version(name, number)
+    return as_version(record)
 
 
 def ancestors(tracking: Tracking, version: Version) -> Iterator[Version]:

@@ -198,10 +198,9 @@ class TrackedRun:
 
     def log_json(self, value: Any, name: str) -> None:
         """Upload a value as a JSON artifact, secrets masked."""
+        text = json.dumps(masked_value(value), indent=2, ensure_ascii=False, allow_nan=False)
         with mlflow_errors(self._tracking.uri):
-            self._client.log_text(
-                self.id, json.dumps(masked_value(value), indent=2, ensure_ascii=False, allow_nan=False), name
-            )
+            self._client.log_text(self.id, text, name)
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         """Set tags on the run, secrets masked."""

@@ -106,9 +106,10 @@ def register_version(
     update = {"files": file_digests(folder), "clusters_digest": of_bytes(clusters)}
     lineage = Lineage.model_validate(lineage.model_dump() | update)
     name = model_name(tracking, lineage.target_fingerprint)
-    with alias_lock(tracking, name), mlflow_errors(tracking.uri):
+    with alias_lock(tracking, name):
         # 2) The version that has these files already, if its store still has them too; else a new one.
-        _ensure_model(tracking, name, lineage)
+        with mlflow_errors(tracking.uri):
+            _ensure_model(tracking, name, lineage)
         same = same_content(tracking, name, lineage.content)
         version = next((known for known in same if missing_file(tracking, known) is None), None)
         if version is None:
@@ -119,7 +120,8 @@ def register_version(
             version = _upload(tracking, run_id, folder, to, lineage, clusters, target)
         # 3) What is champion already is no candidate.
         if aliases(tracking, name).get(CHAMPION) != version.number:
-            tracking.client.set_registered_model_alias(name, CANDIDATE, str(version.number))
+            with mlflow_errors(tracking.uri):
+                tracking.client.set_registered_model_alias(name, CANDIDATE, str(version.number))
     return version
 
 
@@ -176,15 +178,15 @@ def _upload(
     """Upload a draft and create its version. Files go first, the version last: a version that exists is complete."""
     client, name = tracking.client, model_name(tracking, lineage.target_fingerprint)
     # Artifacts of the run: the draft, what makes it an MLflow model, its lineage, its hashed training clusters.
-    with tempfile.TemporaryDirectory() as beside:
+    with tempfile.TemporaryDirectory() as beside, tempfile.TemporaryDirectory() as apart:
         lineage = lineage.model_copy(update={"beside": wrap(Path(beside), lineage, target)})
-        client.log_artifacts(run_id, str(folder), to)
-        client.log_artifacts(run_id, beside, to)
-    client.log_text(run_id, lineage.model_dump_json(indent=2), f"{lineage.folder}/lineage.json")
-    with tempfile.TemporaryDirectory() as beside:
-        path = Path(beside) / CLUSTERS_NAME
+        record, path = lineage.model_dump_json(indent=2), Path(apart) / CLUSTERS_NAME
         path.write_bytes(clusters)
-        client.log_artifact(run_id, str(path), lineage.folder)
+        with mlflow_errors(tracking.uri):
+            client.log_artifacts(run_id, str(folder), to)
+            client.log_artifacts(run_id, beside, to)
+            client.log_text(run_id, record, f"{lineage.folder}/lineage.json")
+            client.log_artifact(run_id, str(path), lineage.folder)
     # The version itself, with the lineage as a tag and what people look for as tags of their own.
     tags = {
         LINEAGE_TAG: lineage.model_dump_json(),
@@ -197,11 +199,13 @@ def _upload(
         "draftforge.family": lineage.family,
         "draftforge.step": str(lineage.step),
     }
-    source: str = append_to_uri_path(client.get_run(run_id).info.artifact_uri, to)  # type: ignore[no-untyped-call]
     plan = lineage.plan
     how = "" if plan is None else f", tree {plan.tree_name}" if plan.tree_name else f", K = {plan.draft_tokens}"
     words = f"{lineage.family} for {lineage.target_name}, step {lineage.step}{how}"
-    return as_version(client.create_model_version(name, source, run_id=run_id, tags=tags, description=words))
+    with mlflow_errors(tracking.uri):
+        source: str = append_to_uri_path(client.get_run(run_id).info.artifact_uri, to)  # type: ignore[no-untyped-call]
+        created = client.create_model_version(name, source, run_id=run_id, tags=tags, description=words)
+    return as_version(created)
 
 
 def aliases(tracking: Tracking, name: str) -> dict[str, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import fingerprint
-from ..errors import DraftforgeError, FormatError, InputError, MissingFileError, one_line
+from ..errors import DraftforgeError, FormatError, HubError, InputError, MissingFileError, one_line
 from ..progress import say
 from ..storage import check_hub_name, read_object
 from .expressions import check_short, matching
@@ -46,6 +46,7 @@ _TOKENIZER_FILES = (
     *("vocab.*", "merges.*", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*"),
 )
 """Patterns of the files that decide which ids a text has, and which text a conversation."""
+_SNAPSHOT_FILES = ("*.safetensors", "*.json", "*.gguf", "*.txt", "*.py", *_TOKENIZER_FILES)
 _MOST_ROUNDS, _MOST_LAYERS = 64, 1024
 _FIRST_COVERED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 """What fingerprints of earlier versions covered of them; a target with no others keeps its fingerprint."""
@@ -464,17 +465,20 @@ def _adapter_folder(adapter: str) -> Path:
     return folder
 
 
-def snapshot(name: str, revision: str | None, field: str) -> Path:
+def snapshot(name: str, revision: str | None, field: str, patterns: Sequence[str] = _SNAPSHOT_FILES) -> Path:
     """Folder of a hub repository's files, downloaded or found in the hub's cache.
 
-    Raises MissingFileError where there is none; InputError for what is no revision.
+    Raises MissingFileError where there is none, HubError where the hub cannot be asked; InputError for what is no
+    revision.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     check_hub_name(name, revision, field)
-    patterns = ["*.safetensors", "*.json", "*.gguf", "*.txt", "*.py", *_TOKENIZER_FILES]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except LocalEntryNotFoundError as error:  # neither there nor here
+        raise HubError(f"{field}: {name}: not a local folder, and the hub cannot be asked: {one_line(error)}") from None
     except Exception as error:
         raise MissingFileError(f"{field}: {name}: not a local folder, and the hub said: {one_line(error)}") from None
 

@@ -67,6 +67,11 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert not lost
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+def test_no_conflict_of_a_merge_is_left(page: Path) -> None:
+    assert not re.findall(r"^(?:<<<<<<<|=======|>>>>>>>).*", page.read_text(), re.M)
+
+
 @pytest.mark.parametrize("raw", recipes())
 def test_every_recipe_loads(raw: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"

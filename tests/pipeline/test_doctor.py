@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -113,6 +114,12 @@ def test_a_tracking_store_that_does_not(uri: str, tmp_path: Path) -> None:
     assert "secret" not in check.found
 
 
+def test_a_broken_installation_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sqlalchemy.engine", None)
+    check = doctor.check_tracking("sqlite:///x.db", tmp_path)
+    assert check.status == "FAIL" and "sqlalchemy" in check.found
+
+
 def test_the_default_store_needs_only_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     leave_free(monkeypatch, 50)
@@ -138,7 +145,9 @@ def test_the_table_shows_text_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check = Check("deepspeed", "WARN", "not installed", "pip install 'draftforge[deepspeed]'")
-    monkeypatch.setattr(doctor, "examine", lambda *_: [check])
+    store = Check("tracking", "OK", f"sqlite:////{'folder/' * 30}mlflow.db")
+    monkeypatch.setattr(doctor, "examine", lambda *_: [check, store])
     assert doctor.doctor(tmp_path) == 0
     shown = capsys.readouterr().out
-    assert "draftforge[deepspeed]" in shown and "0 OK, 1 WARN, 0 FAIL" in shown
+    assert "draftforge[deepspeed]" in shown and "1 OK, 1 WARN, 0 FAIL" in shown
+    assert store.found in shown  # not folded

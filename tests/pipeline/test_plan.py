@@ -257,3 +257,12 @@ def test_more_gpus_and_less_of_a_recipe_cost_less(tmp_path: Path) -> None:
     assert less.all * less.tokens <= max(50000, less.scored * less.tokens) < answers.all * answers.tokens
     assert plan.product_share(5120) == pytest.approx(0.50, abs=0.01)
     assert plan.product_share(576) == pytest.approx(0.28, abs=0.01)
+
+
+def test_a_hub_that_cannot_be_asked_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.jsonl").write_text('{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    recipe = "name: r\ntarget: {model: owner/name}\nmix: {sources: [{kind: messages, path: log.jsonl}]}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe + "drafts: {small: {family: small, layers: 2}}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(tmp_path / "recipe.yaml"), "--gpu", "h100"])
+    assert ended.value.code == 3 and "the hub cannot be asked" in capsys.readouterr().err

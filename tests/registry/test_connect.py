@@ -328,3 +328,7 @@ def test_a_reply_that_is_none_of_mlflows_is_one_line(error: Exception) -> None:
     said = rf"^http://h: MLflow's reply is unusable \({type(error).__name__}: "
     with pytest.raises(TrackingError, match=said), mlflow_errors("http://h"):
         raise error
+    # A database sends none: there it is a defect, which stays what it is.
+    with pytest.raises(type(error)) as raised, mlflow_errors("sqlite:///x.db"):
+        raise error
+    assert raised.value is error

@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from draftforge.errors import MissingFileError
+from draftforge.errors import HubError, MissingFileError
 from draftforge.fingerprint import of_files, of_json
 from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import (
@@ -190,12 +190,19 @@ def test_context_of_the_server_limits_the_target(tiny_target_folder: Path) -> No
     [
         ({"model": "/no/such/folder"}, "no such folder, and not a hub id"),
         ({"model": "missing.gguf"}, "no such GGUF file"),
-        ({"model": "owner/name"}, "not a local folder, and the hub said"),
     ],
 )
 def test_missing_targets_are_refused_in_words(settings: dict[str, str], message: str) -> None:
     with pytest.raises(MissingFileError, match=message):
         Target.load(TargetSettings(**settings))  # type: ignore[arg-type]
+
+
+def test_a_hub_that_cannot_be_asked_is_no_mistake_of_the_recipe() -> None:
+    with pytest.raises(
+        HubError, match=r"target\.model: owner/name: not a local folder, and the hub cannot be asked"
+    ) as it:
+        Target.load(TargetSettings(model="owner/name"))
+    assert it.value.exit_code == 3
 
 
 def test_pickled_weights_are_refused(tiny_target_folder: Path, tmp_path: Path) -> None:
