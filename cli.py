@@ -239,6 +239,9 @@ def fetch(
 
     Example: draftforge fetch served-draft --target .cache/smollm2-135m-instruct --workdir runs/demo --format vllm
     """
+    from .pipeline import registry_listing
+
+    registry_listing.require_store(store)  # before what takes seconds to import
     from .pipeline import fetch as fetching
 
     fetching.fetch(out, target, store, alias, layout, target_id)
@@ -359,7 +362,7 @@ def try_out(
     file: Annotated[Path | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one a line.")] = None,
     target: Annotated[str, typer.Option("--target", help="Model folder, .gguf file or hub id.")] = cli_options.TARGET,
 ) -> None:
-    """Train a tiny draft in a minute; show an answer in colour, its tau, and what prompt lookup does on your prompts.
+    """Train a tiny draft in two minutes; show an answer in colour, its tau, and prompt lookup's on your prompts.
 
     Example: draftforge try "Write a haiku about rain." "List three uses of vinegar."
     """
@@ -478,7 +481,7 @@ def init(
 def plan(
     recipe: RecipeFile,
     overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option("--gpu", help="Kind of GPU: h100, h200 or a100.")] = "h100",
+    gpu: Annotated[cli_options.GpuName, typer.Option("--gpu", help="Kind of GPU.")] = "h100",
     gpus: Annotated[
         list[int] | None, typer.Option("--gpus", min=1, help="How many; again to compare: 1 and 8.")
     ] = None,
@@ -499,9 +502,9 @@ def recipe_show(recipe: RecipeFile, overrides: Overrides = None) -> None:
 
     Example: draftforge recipe show configs/demo.yaml seed=1
     """
-    import yaml
+    from .recipe import yaml_text
 
-    print(yaml.safe_dump(_load(recipe, overrides).public(), sort_keys=False, allow_unicode=True), end="")
+    print(yaml_text(_load(recipe, overrides).public()), end="")
 
 
 @recipe_app.command("schema")

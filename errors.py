@@ -7,6 +7,10 @@ Each class also inherits the standard type it refines, so callers may catch eith
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 COMMAND: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
 """The command that this process runs, for lines that say how to go on; empty: it was not started by a command line."""
@@ -163,6 +167,15 @@ def named(field: str) -> Iterator[None]:
         yield
     except DraftforgeError as error:
         raise type(error)(f"{field}: {error}") from error
+
+
+def refused_value(error: "ValidationError", before: str = "") -> InputError:
+    """Error about the first value that settings refuse: field, value and rule. `before` stands before the field."""
+    problem = error.errors()[0]
+    field, rule = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
+    # A rule over several fields names them and their values itself.
+    shown = f"{field} = {problem['input']!r:.80}: " if field else ""
+    return InputError(f"{before}{shown}{rule[:1].lower()}{rule[1:]}")
 
 
 def one_line(error: BaseException, limit: int = 300, clean: Callable[[str], str] = str) -> str:

@@ -208,10 +208,12 @@ class Recipe(BaseModel):
 
         `load_recipe` reads it back. Names of local datasets without ./ are then looked for beside the new file.
         """
-        write_bytes(Path(path), yaml.safe_dump(self._as_set(), sort_keys=False, allow_unicode=True).encode())
+        write_bytes(Path(path), yaml_text(self._as_set()).encode())
 
     def _as_set(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude_unset=True)
+        found = self.model_dump(mode="json", exclude_unset=True)
+        # The default follows the name, which may change.
+        return {key: value for key, value in found.items() if (key, value) != ("workdir", f"runs/{self.name}")}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -279,10 +281,20 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """YAML dumper that quotes what `_Loader` would read as something else than text."""
+
+
 # Without this, PyYAML (YAML 1.1) reads 1e-4 as text, since a number needs a dot in its mantissa there.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+for _one in (_Loader, _Dumper):
+    _one.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
+
+
+def yaml_text(section: Mapping[str, Any]) -> str:
+    """Values as YAML that a recipe's reader reads back."""
+    return str(yaml.dump(section, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def _parse_yaml(text: str, where: str) -> Any:

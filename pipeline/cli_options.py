@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from typer import BadParameter, Option
 
@@ -38,6 +38,9 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
 
 TARGET = ".cache/smollm2-135m-instruct"
 """Target of `draftforge try`, which scripts/fetch_target.py makes."""
+
+GpuName = Literal["a100", "h100", "h200"]
+"""Kinds of GPU that `draftforge plan` has the data sheet of."""
 
 # Options that several verbs share.
 Temperature = Annotated[float, Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")]

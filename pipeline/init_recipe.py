@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
-from transformers import AutoConfig
 
 from .. import storage
 from ..data import files
@@ -21,11 +19,9 @@ from ..data.sources import detect_kind, read_records
 from ..data.stratify import lengths_of
 from ..errors import InputError, OwnershipError
 from ..progress import say
-from ..recipe import load_recipe
-from ..specdec.loading import refused
+from ..recipe import load_recipe, yaml_text
 from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
 from ..specdec.target_settings import TargetSettings
-from ..specdec.targets import context_length, locate, sampling_defaults
 
 _USUAL_DOMAIN = "chat"
 _TOKENS_PER_STEP, _EPOCHS, _FEWEST_STEPS, _MOST_STEPS = 16384, 3, 100, 4000
@@ -33,6 +29,7 @@ _HOLDOUT = 30  # conversations that a holdout should have: the gate asks for 20 
 _MOST_SCORED, _LEAST_SHARE = 3, 0.1  # sampling settings to score, and the share of the log that each must have
 _EAGLE3_LAYERS = 6  # from which on its usual three layers are three
 _LARGE_VOCABULARY, _DRAFT_VOCABULARY = 64_000, 32_000
+_MOST_NAME = 64  # characters of a recipe's name
 
 
 @dataclass
@@ -44,6 +41,8 @@ class LogFacts:
     ids: set[str] = field(default_factory=set)
     domains: Counter[str] = field(default_factory=Counter)
     sampling: Counter[SamplingSettings] = field(default_factory=Counter)
+    unnamed: SamplingSettings | None = None
+    """Setting of requests that leave it to `capture.sampling`; None: there are none."""
     prompts: list[int] = field(default_factory=list)
     """Tokens of each prompt, as logged or a fourth of its characters; so `answers`."""
     answers: list[int] = field(default_factory=list)
@@ -53,11 +52,13 @@ class LogFacts:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """Facts of a target's config."""
+    """Facts of a target's configs."""
 
     layers: int
     vocabulary: int
     context: int | None
+    sampling: dict[str, float]
+    """Settings of its generation_config.json."""
 
 
 def init(log: Path, target: str, out: Path) -> None:
@@ -70,9 +71,10 @@ def init(log: Path, target: str, out: Path) -> None:
         raise OwnershipError(f"--out {out}: exists; name a new file")
     storage.require_file_place(out, "--out")
     # 1) What there is.
-    settings = TargetSettings(model=target).absolute()
-    of_target, defaults = _look_at(settings), sampling_defaults(settings)
-    source, facts = _read(log, defaults)
+    source, settings = _source(log), TargetSettings(model=target).absolute()
+    of_target = _look_at(settings)
+    facts = _read(log, source, of_target.sampling)
+    source = source.model_copy(update={"skip_invalid": facts.counts.skipped > 0})
     # 2) The recipe. It is loaded before it is written: what does not load is a defect here.
     text = "\n".join(_lines(out, log, settings.model, source, facts, of_target)) + "\n"
     with tempfile.TemporaryDirectory() as beside:
@@ -87,17 +89,28 @@ def init(log: Path, target: str, out: Path) -> None:
 
 
 def _look_at(settings: TargetSettings) -> TargetFacts:
+    """Facts of a target; of a hub id the configs alone are downloaded."""
+    # They load torch, which takes seconds: a log that no reader understands is refused before that.
+    from transformers import AutoConfig
+
+    from ..specdec.loading import refused
+    from ..specdec.targets import CONFIG_FILES, context_length, locate, sampling_defaults, snapshot
+
+    if not Path(settings.model).exists() and not settings.model.endswith(".gguf"):
+        folder = snapshot(settings.model, settings.revision, "target.model", CONFIG_FILES)
+        settings = settings.model_copy(update={"model": str(folder)})
     source = locate(settings)
     with refused(f"--target {settings.model}"):
         config = AutoConfig.from_pretrained(source.folder, gguf_file=source.gguf_file).get_text_config()
-    return TargetFacts(int(config.num_hidden_layers), int(config.vocab_size), context_length(settings))
+    layers, vocabulary = int(config.num_hidden_layers), int(config.vocab_size)
+    return TargetFacts(layers, vocabulary, context_length(settings), sampling_defaults(settings))
 
 
-def _read(log: Path, defaults: dict[str, float]) -> tuple[FileSource, LogFacts]:
-    """The source that reads a log, and what is in it. Raises InputError where nothing is."""
+def _source(log: Path) -> FileSource:
+    """The source that reads a log. Raises InputError where no kind does."""
     kind, named = detect_kind(Path(), str(log))
     path = next(iter(files.find(Path(), str(log))))
-    source = FileSource.model_validate(
+    return FileSource.model_validate(
         {
             "kind": kind,
             "path": str(log),
@@ -106,30 +119,40 @@ def _read(log: Path, defaults: dict[str, float]) -> tuple[FileSource, LogFacts]:
             "skip_invalid": True,
         }
     )
-    facts = LogFacts(kind, SourceCounts())
+
+
+def _read(log: Path, source: FileSource, defaults: dict[str, float]) -> LogFacts:
+    """What is in a log. Raises InputError where most lines break a rule."""
+    facts = LogFacts(source.kind, SourceCounts())
+    unnamed = SamplingSettings.model_validate({**API_DEFAULTS, **defaults})
     for record in read_records(source, Path(), 0, facts.counts):
         facts.ids.add(record.id)
         facts.domains[record.domain] += 1
         own = record.sampling.model_dump() if record.sampling is not None else {}
         served = {name: defaults[name] for name in record.server_sampling if name in defaults}
-        facts.sampling[SamplingSettings.model_validate({**API_DEFAULTS, **defaults, **own, **served})] += 1
+        if own or served:
+            facts.sampling[SamplingSettings.model_validate({**API_DEFAULTS, **own, **served})] += 1
+        else:
+            facts.unnamed = unnamed
+            facts.sampling[unnamed] += 1
         lengths = lengths_of(record)
         facts.prompts.append(lengths.prompt)
         facts.answers += [] if lengths.answer is None else [lengths.answer]
         facts.limits.update([] if record.max_new_tokens is None else [record.max_new_tokens])
     if facts.counts.skipped > facts.counts.taken:
         raise InputError(
-            f"--log {log}: read as kind {kind}, {facts.counts.skipped:,} lines break a rule and "
+            f"--log {log}: read as kind {source.kind}, {facts.counts.skipped:,} lines break a rule and "
             f"{facts.counts.taken:,} give a conversation; must be a log that one reader understands (docs/logs.md)"
         )
-    return source.model_copy(update={"skip_invalid": facts.counts.skipped > 0}), facts
+    return facts
 
 
 def _lines(out: Path, log: Path, model: str, source: FileSource, facts: LogFacts, target: TargetFacts) -> Iterator[str]:
     """Lines of the recipe. A comment tells what was found or assumed for the lines below it."""
     counts, conversations = facts.counts, len(facts.ids)
     yield f"# Made by draftforge init of {log.name} for {Path(model).name}. All keys: draftforge recipe schema"
-    yield f"name: {re.sub(r'[^a-z0-9._-]+', '-', log.stem.lower()).strip('-._') or 'log'}"
+    name = re.sub(r"[^a-z0-9._-]+", "-", log.stem.lower()).strip("-._")[:_MOST_NAME] or "log"
+    yield from _yaml({"name": name})
     yield from _yaml({"target": {"model": _place(Path(model), out) if Path(model).exists() else model}})
 
     # 1) The mix.
@@ -163,12 +186,17 @@ def _lines(out: Path, log: Path, model: str, source: FileSource, facts: LogFacts
         yield f"# tokens of answers, p50 and p95: {_percentiles(facts.answers)}; estimated where they are not logged"
     else:
         yield f"# assumed: answers of at most {tokens} tokens, as the log holds none"
-    yield from _yaml({"capture": {"max_new_tokens": tokens}})
+    capture: dict[str, Any] = {"max_new_tokens": tokens}
+    if facts.unnamed is not None:
+        yield "# capture.sampling: for requests of which the log names no setting; the target's own, else the API's"
+        capture["sampling"] = _short(facts.unnamed)
+    yield from _yaml({"capture": capture})
 
     # 3) The draft.
     steps = _steps(facts, tokens)
     family = "eagle3" if target.layers >= _EAGLE3_LAYERS else "eagle"
-    yield f"# assumed: family {family}, which fits a target of {target.layers} layers; about {_EPOCHS} epochs"
+    why = f"the target has {target.layers} layers, and eagle3 needs {_EAGLE3_LAYERS} or more"
+    yield f"# assumed: family {family}, as {why}; about {_EPOCHS} epochs"
     draft: dict[str, Any] = {"family": family, "steps": steps, "tokens_per_step": _TOKENS_PER_STEP}
     draft |= {"learning_rate": 1e-3, "warmup_steps": steps // 10, "score_every": steps // 2}
     if family == "eagle3":
@@ -227,4 +255,4 @@ def _place(path: Path, out: Path) -> str:
 
 
 def _yaml(section: dict[str, Any]) -> Iterator[str]:
-    yield from yaml.safe_dump(section, sort_keys=False, allow_unicode=True).splitlines()
+    yield from yaml_text(section).splitlines()

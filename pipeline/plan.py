@@ -1,8 +1,8 @@
 """`draftforge plan`: memory, disk and hours of a recipe's stages on GPUs that are not here, with each figure's basis.
 
 FLOPs and bytes follow from the model's shapes. The speeds at which a GPU works through them were fitted to one H200
-with SmolLM2-135M-Instruct (docs/experiments.md), that of large products to the run of 247 Llama layers there. `CHECKS`
-says how far the model is from other rows of that page; tests/pipeline/test_plan.py computes it.
+with SmolLM2-135M-Instruct (docs/experiments.md), that of large products to the run of 247 Llama layers there. How
+far the model is from other rows of that page stands in docs/operations.md; tests/pipeline/test_plan.py computes it.
 
 Shapes: B slots, T tokens of a context, H hidden size, I width of an MLP, V vocabulary, K tokens drafted.
 """
@@ -34,7 +34,8 @@ from ..specdec.targets import Target, snapshot
 from ..storage import size_text
 from ..train.families import family_of
 from ..train.memory_estimate import DiskFootprint
-from ..train.settings import Eagle3Settings, Settings, SmallSettings
+from ..train.settings import Eagle3Settings, SmallSettings
+from .cli_options import GpuName
 from .estimates import duration_text
 
 
@@ -49,7 +50,11 @@ class Gpu(NamedTuple):
     """Bytes."""
 
 
-GPUS = {"a100": Gpu(312e12, 2.04e12, 80e9), "h100": Gpu(989e12, 3.35e12, 80e9), "h200": Gpu(989e12, 4.8e12, 141e9)}
+GPUS: dict[GpuName, Gpu] = {
+    "a100": Gpu(312e12, 2.04e12, 80e9),
+    "h100": Gpu(989e12, 3.35e12, 80e9),
+    "h200": Gpu(989e12, 4.8e12, 141e9),
+}
 _H200 = GPUS["h200"]
 
 # Fitted on one H200 (docs/experiments.md names runs and commits).
@@ -71,17 +76,11 @@ _REPLAY_SECONDS = 11.7e-6  # an answer token and checkpoint, of EAGLE-3 on SmolL
 _REPLAY_PRODUCTS = 2 * 4 * (5.1e6 + 49152 * 576)  # what it computes meanwhile
 _ANSWER_SHARE = 0.75  # of `max_new_tokens`: 194 of 256
 _CAPTURE_RANKS, _SCORE_RANKS = 0.93, 0.63  # speed of n GPUs is n to this power: 1.90 and 1.55 times on two
-CHECKS = (
-    "fit: error against rows of docs/experiments.md that nothing was fitted to: a pass of 2,560 slots -15 %, plain "
-    "decoding of 64 slots -16 %; EAGLE-3 training with a vocabulary of 32,768 -6 %, of 16,384 -11 %, with two layers "
-    "-7 %; memory of micro-batches of a half and a quarter -7 %, of two layers +1 %, of Qwen3-0.6B's shape -7 %. Rows "
-    "that it was fitted to: within 12 %. All times but one are of a model of 135 million parameters: expect worse of "
-    "larger ones"
-)
+FIT_ERRORS = "fit errors: expect about 15 % more or less, larger targets worse: docs/operations.md"
 
 
-def product_share(hidden: int) -> float:
-    """Share of a GPU's products a second that a stack reaches: 28 % at H = 576, 50 % at H = 5120 (both measured)."""
+def mfu(hidden: int) -> float:
+    """Model FLOPs utilization of a stack: 28 % at H = 576, 50 % at H = 5120 (both measured)."""
     return 0.55 * hidden / (hidden + 550)
 
 
@@ -101,11 +100,11 @@ class TargetShapes:
     shapes: _Shapes
 
     @classmethod
-    def of_config(cls, config: Any) -> "TargetShapes":
+    def of_config(cls, config: Any, trust_remote_code: bool = False) -> "TargetShapes":
         """Sizes of the model that a config of transformers describes."""
         inner = config.get_text_config()
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(inner, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(inner, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
         return cls(_Shapes(model, served_context(inner.to_dict())))
 
     @cached_property
@@ -139,7 +138,7 @@ class TargetShapes:
 
     def pass_seconds(self, gpu: Gpu, tokens: float) -> float:
         """Seconds of the layers over many tokens, as they are read for features or signals."""
-        return tokens * 2 * self.active / (gpu.flops * product_share(self.shapes.hidden_size))
+        return tokens * 2 * self.active / (gpu.flops * mfu(self.shapes.hidden_size))
 
 
 class Answers(NamedTuple):
@@ -165,18 +164,17 @@ class Cost(NamedTuple):
 
     seconds: float
     memory: float
-    """Bytes on each GPU."""
+    """Bytes on each GPU; 0: the stage has no estimate."""
     disk: float
     basis: str
 
 
-def plan(recipe: Recipe, gpu: str, counts: Sequence[int]) -> None:
+def plan(recipe: Recipe, gpu: GpuName, counts: Sequence[int]) -> None:
     """Print memory, disk and time of each stage on `counts` GPUs of a kind, with what each figure follows from.
 
-    Raises InputError for an unknown kind of GPU, MissingFileError for sources or a config that are not there.
+    Raises MissingFileError for sources or a config that are not there.
     """
-    if gpu not in GPUS:
-        raise InputError(f"--gpu {gpu}: must be one of {', '.join(GPUS)}")
+    counts = list(dict.fromkeys(counts))
     target, (answers, assumed) = load_shapes(recipe), answers_of(recipe)
     tables = {count: costs(recipe, target, answers, GPUS[gpu], count) for count in counts}
     console, table = Console(highlight=False), Table(title=f"{recipe.name} on {gpu}", title_justify="left")
@@ -190,13 +188,13 @@ def plan(recipe: Recipe, gpu: str, counts: Sequence[int]) -> None:
         table.add_column(heading)
     for stage in next(iter(tables.values())):
         rows = [tables[count][stage] for count in counts]
-        cells = [cell for row in rows for cell in (duration_text(row.seconds), _memory(row, GPUS[gpu]))]
+        cells = [cell for row in rows for cell in (_time(row), _memory(row, GPUS[gpu]))]
         table.add_row(stage, *cells, size_text(int(rows[0].disk)) if rows[0].disk else "-")
     totals = [sum(cost.seconds for cost in each.values()) for each in tables.values()]
     disk = sum(cost.disk for cost in tables[counts[0]].values())
     table.add_row("all", *(cell for total in totals for cell in (duration_text(total), "")), size_text(int(disk)))
     console.print(table)
-    for line in (*assumed, *(f"{stage}: {cost.basis}" for stage, cost in tables[counts[0]].items()), CHECKS):
+    for line in (*assumed, *(f"{stage}: {cost.basis}" for stage, cost in tables[counts[0]].items()), FIT_ERRORS):
         console.print(line, style="dim", markup=False, soft_wrap=True)
 
 
@@ -212,7 +210,7 @@ def load_shapes(recipe: Recipe) -> TargetShapes:
             wanted = ["config.json", "*.py", *filter(None, [options["gguf_file"]])]
             path = snapshot(settings.model, settings.revision, "target.model", wanted)
         config = AutoConfig.from_pretrained(path, **options)
-        return TargetShapes.of_config(config)
+        return TargetShapes.of_config(config, settings.trust_remote_code)
 
 
 def answers_of(recipe: Recipe) -> tuple[Answers, list[str]]:
@@ -247,9 +245,13 @@ def answers_of(recipe: Recipe) -> tuple[Answers, list[str]]:
 
 
 def costs(recipe: Recipe, target: TargetShapes, answers: Answers, gpu: Gpu, count: int) -> dict[str, Cost]:
-    """Cost of each stage by its name."""
+    """Cost of each stage by its name; a training that no figures were fitted for has none."""
     found = {"capture": capture_cost(recipe.capture, target, answers, gpu, count)}
     for name, settings in recipe.drafts.items():
+        if not isinstance(settings, Eagle3Settings | SmallSettings):
+            why = f"no estimate: family {settings.family} (eagle3 and small have one); the totals leave it out"
+            found[f"train {name}"] = Cost(0, 0, 0, why)
+            continue
         with named(f"drafts.{name}"):
             found[f"train {name}"] = training_cost(settings, target, gpu, count)
     found["score"] = _scoring_cost(recipe, target, answers, gpu, count, answers.selection, recipe.drafts.values())
@@ -287,10 +289,8 @@ def capture_cost(settings: CaptureSettings, target: TargetShapes, answers: Answe
     return Cost(seconds / count**_CAPTURE_RANKS, weights + slots * a_slot, disk, basis)
 
 
-def training_cost(settings: Settings, target: TargetShapes, gpu: Gpu, count: int) -> Cost:
-    """Cost of the training of one draft. Raises InputError for a family that no figures were fitted for."""
-    if not isinstance(settings, Eagle3Settings | SmallSettings):
-        raise InputError(f"family {settings.family}: its training has no estimate; eagle3 and small have one")
+def training_cost(settings: Eagle3Settings | SmallSettings, target: TargetShapes, gpu: Gpu, count: int) -> Cost:
+    """Cost of the training of one draft, of the families that figures were fitted for."""
     # 1) The draft, without weights: its sizes, and what its checkpoints take.
     family, shapes = family_of(settings), target.shapes
     draft = cast(nn.Module, family.check(settings, lambda: cast(Target, shapes)))
@@ -301,7 +301,7 @@ def training_cost(settings: Settings, target: TargetShapes, gpu: Gpu, count: int
     # products.
     ahead = settings.draft_tokens if isinstance(settings, Eagle3Settings) else 1
     hidden, vocabulary = shapes.hidden_size, getattr(settings, "draft_vocabulary", None) or shapes.vocab_size
-    share = gpu.flops * product_share(hidden)
+    share = gpu.flops * mfu(hidden)
     heads = 6 * ahead * vocabulary * hidden + (2 * target.head if beside is not None else 0)
     each = (beside.pass_seconds(gpu, 1) if beside is not None else 0) + heads / (gpu.flops * _HEAD_SHARE)
     each += ahead * vocabulary * _LOSS_BYTES / gpu.bandwidth + 6 * ahead * layers.products / share
@@ -358,7 +358,7 @@ def _scoring_cost(
     hidden, vocabulary = target.shapes.hidden_size, target.shapes.vocab_size
     body = 12 * hidden * hidden  # of one layer, about
     relative = 2 * max(recipe.score.draft_tokens) * (body + vocabulary * hidden) / _REPLAY_PRODUCTS
-    faster = gpu.flops * product_share(hidden) / (_H200.flops * product_share(576))
+    faster = gpu.flops * mfu(hidden) / (_H200.flops * mfu(576))
     each = _REPLAY_SECONDS * max(1.0, relative / faster)
     read = target.pass_seconds(gpu, tokens + conversations * answers.prompt)
     seconds = (tokens * checkpoints * each + read) / count**_SCORE_RANKS + 60
@@ -370,5 +370,11 @@ def _scoring_cost(
     return Cost(seconds, memory, 0, basis)
 
 
+def _time(cost: Cost) -> str:
+    return duration_text(cost.seconds) if cost.memory else "-"
+
+
 def _memory(cost: Cost, gpu: Gpu) -> str:
+    if not cost.memory:
+        return "-"
     return f"{cost.memory / 2**30:.1f} GiB" + (" (does not fit)" if cost.memory > gpu.memory else "")

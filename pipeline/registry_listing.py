@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..errors import InputError
+from ..errors import InputError, MissingFileError, refused_value
 from ..fingerprint import short
 from ..recipe import Recipe
 from ..registry.settings import RegistrySettings
-from ..registry.store_address import require_store
+from ..registry.store_address import DATABASE_NAME, store_exists
 from .cli_options import StoreOptions
 
 if TYPE_CHECKING:
@@ -22,28 +22,34 @@ if TYPE_CHECKING:
 
 _PIPED_COLUMNS = 160  # a file has no width to keep to
 
+NOTHING_YET = "nothing is registered yet; `draftforge distill RECIPE` does it"
+
 
 def open_store(options: StoreOptions) -> "Tracking":
     """Open the store that the options name, else the environment's, else the one in a work folder.
 
     Raises InputError for an unfit `model` (first part of registered names), MissingFileError where there is none.
     """
+    settings, home = require_store(options)
+    from ..registry.connect import open_tracking
+
+    return open_tracking(settings, home.resolve())
+
+
+def require_store(options: StoreOptions) -> tuple[RegistrySettings, Path]:
+    """Settings and home of the store that `open_store` opens, which exists; nothing is made. Raises as there."""
     # An absent option must not override the default of the settings.
     try:
         named = {} if options.model is None else {"model": options.model}
         settings = RegistrySettings.model_validate({"tracking_uri": options.tracking_uri, **named})
     except ValidationError as error:
-        raise InputError(f"--model {options.model}: {error.errors()[0]['msg']}") from None
+        raise refused_value(error, "--") from None
     home = options.workdir or Path("runs")
-    return _open(settings, home, f"--workdir {home}")
-
-
-def _open(settings: RegistrySettings, workdir: Path, where: str) -> "Tracking":
-    """Open a store that exists; nothing is made. `where` names the work folder in the error."""
-    require_store(settings, workdir.resolve(), where)
-    from ..registry.connect import open_tracking
-
-    return open_tracking(settings, workdir.resolve())
+    if not store_exists(settings, home.resolve()):
+        raise MissingFileError(
+            f"--workdir {home}: holds no {DATABASE_NAME}: {NOTHING_YET}, or name its work folder or a store"
+        )
+    return settings, home
 
 
 def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, decisions: bool, as_json: bool) -> None:
@@ -64,7 +70,12 @@ def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, dec
     if recipe is None:
         tracking = open_store(store)
     else:
-        tracking = _open(recipe.registry, recipe.workdir, f"workdir {recipe.workdir}")
+        home = recipe.workdir.resolve()
+        if not store_exists(recipe.registry, home):
+            raise MissingFileError(f"workdir {recipe.workdir}: {NOTHING_YET}")
+        from ..registry.connect import open_tracking
+
+        tracking = open_tracking(recipe.registry, home)
     # 2) JSON for programs, tables for people.
     from ..registry.listing import listing
 

@@ -5,7 +5,7 @@ import re
 import urllib.parse
 from pathlib import Path
 
-from ..errors import InputError, MissingFileError, TrackingError
+from ..errors import InputError, TrackingError
 from ..masking import masked
 from .settings import RegistrySettings
 
@@ -32,12 +32,6 @@ def store_exists(settings: RegistrySettings, home: Path) -> bool:
     """Whether a store is named by settings or environment, or the default one exists in the work folder `home`."""
     named = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
     return bool(named) or (home / DATABASE_NAME).is_file()
-
-
-def require_store(settings: RegistrySettings, home: Path, where: str) -> None:
-    """Raise MissingFileError where no store exists; `where` names the work folder `home`."""
-    if not store_exists(settings, home):
-        raise MissingFileError(f"{where}: holds no {DATABASE_NAME}; name the recipe's work folder or a store")
 
 
 def sqlite_file(uri: str) -> Path | None:

@@ -47,6 +47,7 @@ _TOKENIZER_FILES = (
 )
 """Patterns of the files that decide which ids a text has, and which text a conversation."""
 _SNAPSHOT_FILES = ("*.safetensors", "*.json", "*.gguf", "*.txt", "*.py", *_TOKENIZER_FILES)
+CONFIG_FILES = ("config.json", "generation_config.json")
 _MOST_ROUNDS, _MOST_LAYERS = 64, 1024
 _FIRST_COVERED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
 """What fingerprints of earlier versions covered of them; a target with no others keeps its fingerprint."""
@@ -314,7 +315,7 @@ def target_files(settings: TargetSettings, digests: fingerprint.FileDigests | No
     where that may run."""
     source = locate(settings)
     found = {_WEIGHTS: fingerprint.of_files(source.folder, _weight_files(source), digests)}
-    for name in ("config.json", "generation_config.json"):
+    for name in CONFIG_FILES:
         digest = _config_digest(source.folder / name)
         found |= {} if digest is None else {name: digest}
     # An index counts where it picks some of the weight files; all of them are hashed.
@@ -466,7 +467,7 @@ def _adapter_folder(adapter: str) -> Path:
 
 
 def snapshot(name: str, revision: str | None, field: str, patterns: Sequence[str] = _SNAPSHOT_FILES) -> Path:
-    """Folder of a hub repository's files, downloaded or found in the hub's cache.
+    """Folder of a hub repository's files, those of `patterns` downloaded or found in the hub's cache.
 
     Raises MissingFileError where there is none, HubError where the hub cannot be asked; InputError for what is no
     revision.

@@ -53,6 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     for verb, module in PLACES.items():
         monkeypatch.setattr(f"draftforge.pipeline.{module}.{verb.replace('-', '_')}", record(verb))
+    monkeypatch.setattr("draftforge.pipeline.registry_listing.require_store", lambda _: None)
     monkeypatch.setattr("draftforge.pipeline.retrain.dry_run", record("dry run"))
     monkeypatch.setattr("draftforge.pipeline.tryout.try_out", record("try"))
     monkeypatch.setattr("draftforge.pipeline.distill.open_workspace", lambda recipe: recipe)
@@ -264,6 +265,10 @@ HEAVY = {"torch", "transformers", "mlflow", "datasets", "pyarrow", "pandas", "sc
         (["distill", str(DEMO), "drafts.eagle3.stepz=3"], 2, HEAVY),
         (["registry", "--workdir", "missing"], 2, HEAVY),
         (["registry", str(DEMO), "workdir=missing"], 2, HEAVY),
+        (["fetch", "out", "--target", "x", "--workdir", "missing"], 2, HEAVY),
+        (["plan", str(DEMO), "--gpu", "b300"], 2, HEAVY),
+        (["init", "--log", "missing", "--target", "x"], 2, HEAVY - {"pyarrow"}),
+        (["init", "--log", "missing", "--target", "x", "--out", str(DEMO)], 2, HEAVY - {"pyarrow"}),
         (["doctor"], None, HEAVY - {"torch"}),  # 0 or 1, as this machine is
     ],
 )

@@ -323,9 +323,16 @@ def test_the_listing_goes_both_ways(
 
 
 def test_looking_makes_no_registry(
-    tmp_path: Path, code: Code, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    code: Code,
+    write_recipe: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert code("registry", write_recipe()) == 2
+    said = capsys.readouterr().err
+    assert "work: nothing is registered yet; `draftforge distill RECIPE` does it\n" in said
     assert code("registry", "--workdir", tmp_path / "none") == 2
     assert "holds no mlflow.db" in capsys.readouterr().err and not (tmp_path / "none").exists()
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -41,8 +42,12 @@ def test_every_kind_of_log_is_found_and_read_whole(kind: str, tmp_path: Path, ti
     # Domains are those of the lines, or one that is assumed and said.
     domains = Counter(record.domain for record in records)
     assert ("assumed: one domain, chat" in text) == (set(domains) == {"chat"}) == (source.domain == "chat")
+    named = kind in ("openai", "vllm")
     for sampling in recipe.score.sampling:
-        assert sampling.temperature == (0.5 if kind in ("openai", "vllm") else 1.0)
+        assert sampling.temperature == (0.5 if named else 1.0)
+    # What a training answer is captured at is what is scored.
+    own = {record.sampling or recipe.capture.sampling for record in records}
+    assert own == set(recipe.score.sampling) and ("capture.sampling" in text) != named
 
 
 def test_the_recipe_makes_its_mix_at_once(tmp_path: Path, tiny_target_folder: Path) -> None:
@@ -55,7 +60,39 @@ def test_the_recipe_makes_its_mix_at_once(tmp_path: Path, tiny_target_folder: Pa
     assert sum(manifest["conversations"]["holdout"].values()) >= 5
     assert "1 broken" in (tmp_path / "recipe.yaml").read_text()
     (draft,) = recipe.drafts.values()
-    assert draft.family == "eagle"  # four layers
+    assert draft.family == "eagle"
+    assert "family eagle, as the target has 4 layers, and eagle3 needs 6" in (tmp_path / "recipe.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", ["2024-05-01", "2024", "null", "1e4", "x" * 80])
+def test_names_of_logs_are_text(name: str, tmp_path: Path, tiny_target_folder: Path) -> None:
+    write_log(tmp_path, "turns", 20)
+    log = (tmp_path / "turns.log").rename(tmp_path / f"{name}.jsonl")
+    recipe = made(tmp_path, log, tiny_target_folder)
+    assert recipe.name == name[:64]
+    recipe.save(tmp_path / "saved.yaml")
+    assert load_recipe(tmp_path / "saved.yaml") == recipe
+
+
+def test_of_a_hub_id_the_configs_alone_are_asked_for(
+    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        (tmp_path / "hub").mkdir()
+        shutil.copy(tiny_target_folder / "config.json", tmp_path / "hub")
+        (tmp_path / "hub/generation_config.json").write_text('{"temperature": 0.6}')
+        return str(tmp_path / "hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    write_log(tmp_path, "turns", 20)
+    init(tmp_path / "turns.log", "owner/model", tmp_path / "recipe.yaml")
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    assert asked == [("owner/model", ["config.json", "generation_config.json"])]
+    assert recipe.target.model == "owner/model"
+    assert recipe.score.sampling == [recipe.capture.sampling] == [SamplingSettings(temperature=0.6)]
 
 
 def test_figures_are_those_of_the_log(

@@ -1,5 +1,6 @@
 """`draftforge plan`: its figures beside rows of docs/experiments.md, and its shapes beside models that are made."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from draftforge.train.families import family_of
 from draftforge.train.settings import Eagle3Settings, SmallSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+OPERATIONS = CONFIGS.parent / "docs/operations.md"
 H200 = plan.GPUS["h200"]
 SMOLLM2 = LlamaConfig(
     vocab_size=49152,
@@ -140,7 +142,7 @@ def step(shapes: plan.TargetShapes, accumulation: int = 1, **settings: Any) -> p
 
 
 def test_figures_beside_measured_rows() -> None:
-    """The errors that `CHECKS` and the comments of the constants name. Rows: docs/experiments.md."""
+    """The errors that docs/operations.md and the comments of the constants name. Rows: docs/experiments.md."""
     smol = plan.TargetShapes.of_config(SMOLLM2)
     base = step(smol)
 
@@ -175,8 +177,8 @@ def test_figures_beside_measured_rows() -> None:
     }
     errors = {name: round(100 * (found / measured - 1)) for name, (found, measured, _) in rows.items()}
     assert errors == {name: error for name, (_, _, error) in rows.items()}
-    named = {int(word.replace("+", "")) for word in plan.CHECKS.split() if word[0] in "+-" and word[1:].isdigit()}
-    assert named == {-15, -16, -6, -11, -7, 1}
+    told = OPERATIONS.read_text().partition("nothing was fitted to by:")[2].partition("Rows that they")[0]
+    assert {int(word) for word in re.findall(r"[+-]\d+(?= %)", told)} == {-15, -16, -6, -11, -7, 1}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -229,21 +231,41 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     SMOLLM2.save_pretrained(tmp_path / "target")
     asked = [str(CONFIGS / "eagle3.yaml"), f"target.model={tmp_path / 'target'}"]
     with pytest.raises(SystemExit) as ended:
-        main(["plan", *asked, "--gpu", "h200", "--gpus", "1", "--gpus", "2"])
+        main(["plan", *asked, "--gpu", "h200", "--gpus", "1", "--gpus", "2", "--gpus", "1"])
     said = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
     assert "1 GPU: time" in said and "2 GPUs: memory" in said and "33.4 M trained parameters" in said
-    assert plan.CHECKS in said and "turns in the sources, copies included" in said
-    with pytest.raises(SystemExit):
-        main(["plan", *asked, "drafts={heads: {family: medusa}}"])
-    assert "drafts.heads: family medusa: its training has no estimate" in capsys.readouterr().err
+    assert (
+        said.count("1 GPU: time") == 1 and plan.FIT_ERRORS in said and "turns in the sources, copies included" in said
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *asked, "drafts.heads={family: medusa}"])
+    shown = capsys.readouterr().out
+    (row,) = (line for line in shown.splitlines() if "train heads " in line)
+    assert ended.value.code == 0 and row.count(" - ") == 5  # time and memory of two counts of GPUs, and disk
+    assert "train heads: no estimate: family medusa (eagle3 and small have one)" in shown
     for wrong, words in (
-        (["--gpu", "b300"], "--gpu b300: must be one of a100, h100, h200"),
+        (["--gpu", "b300"], "'b300' is not one of 'a100', 'h100', 'h200'"),
         (["--gpus", "0"], "--gpus"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["plan", *asked, *wrong])
         assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_code_of_a_model_runs_where_the_recipe_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    SMOLLM2.save_pretrained(tmp_path)
+    given, inner = [], AutoModelForCausalLM.from_config
+
+    def spy(*args: Any, **options: Any) -> Any:
+        given.append(options.get("trust_remote_code"))
+        return inner(*args, **options)
+
+    monkeypatch.setattr(plan.AutoModelForCausalLM, "from_config", spy)
+    recipe = load_recipe(CONFIGS / "eagle3.yaml", [f"target.model={tmp_path}"])
+    for says in ("false", "true"):
+        plan.load_shapes(recipe.changed(f"target.trust_remote_code={says}"))
+    assert given == [False, True]
 
 
 def test_more_gpus_and_less_of_a_recipe_cost_less(tmp_path: Path) -> None:
@@ -255,8 +277,8 @@ def test_more_gpus_and_less_of_a_recipe_cost_less(tmp_path: Path) -> None:
         assert eight[stage].seconds < one[stage].seconds / 3 and eight[stage].memory <= one[stage].memory
     less, _ = plan.answers_of(recipe.changed("capture.budget.tokens=50000"))
     assert less.all * less.tokens <= max(50000, less.scored * less.tokens) < answers.all * answers.tokens
-    assert plan.product_share(5120) == pytest.approx(0.50, abs=0.01)
-    assert plan.product_share(576) == pytest.approx(0.28, abs=0.01)
+    assert plan.mfu(5120) == pytest.approx(0.50, abs=0.01)
+    assert plan.mfu(576) == pytest.approx(0.28, abs=0.01)
 
 
 def test_a_hub_that_cannot_be_asked_ends_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
