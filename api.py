@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack, get_type_hints
 
+import numpy as np
 import pyarrow as pa
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from . import fingerprint
 from .data.chat_template import render
 from .data.conversation import messages_of
 from .data.store import Sample
-from .errors import InputError
+from .errors import InputError, refused_value
 from .eval import acceptance, counts
 from .eval.draft_configs import ProposerSpec
 from .eval.score import Identity, score_draft
@@ -95,8 +96,7 @@ class Target(targets.Target):
         try:
             return cls.load(TargetSettings.model_validate({"model": str(model), **settings}))
         except ValidationError as error:
-            problem = error.errors()[0]
-            raise InputError(f"target.{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+            raise refused_value(error, "target.") from None
 
     def generate(self, prompt: Prompt, draft: "Draft | None" = None, **options: Unpack[AnswerOptions]) -> Answer:
         """Answer one prompt. At temperature 0 the answer is the same with a draft as without (in float32).
@@ -145,6 +145,7 @@ class Target(targets.Target):
         asked = [(domain, prompt) for domain, some in domains.items() for prompt in some]
         if not asked:
             raise InputError("prompts: are none; there must be at least one")
+        _check_options({**options, "batch_size": batch_size}, SamplingOptions)
         run = self._run([prompt for _, prompt in asked], None, batch_size, options)
         samples = [
             _recorded(request, answer, domain, number)
@@ -163,18 +164,16 @@ class Target(targets.Target):
     def _run(
         self, prompts: Sequence[Prompt], draft: "Draft | None", batch_size: int, options: Mapping[str, Any]
     ) -> DecodeRun:
-        """Decoding run of prompts. Raises InputError for options that there are not."""
+        """Decoding run of prompts. Raises InputError for options that there are not, or that nothing reads."""
         # 1) Options: those of sampling are checked together.
-        known = get_type_hints(AnswerOptions)
-        unknown = sorted(set(options) - set(known))
-        if unknown:
-            raise InputError(f"{unknown[0]}: no such option; must be among {', '.join(known)}")
+        _check_options({**options, "batch_size": batch_size}, AnswerOptions)
+        if draft is None and options.get("draft_tokens") is not None:
+            raise InputError(f"draft_tokens {options['draft_tokens']}: is for a draft, and none is given")
         try:
             given = {name: value for name, value in options.items() if name in SamplingSettings.model_fields}
             sampling = SamplingSettings.model_validate(given)
         except ValidationError as error:
-            problem = error.errors()[0]
-            raise InputError(f"{problem['loc'][0]} = {problem['input']}: {problem['msg']}") from None
+            raise refused_value(error) from None
         # 2) Prompts as the target reads them.
         shown = options.get("tools"), options.get("template_args")
         rows = [messages_of(prompt, f"prompt {number}") for number, prompt in enumerate(prompts)]
@@ -321,12 +320,26 @@ def _recorded(request: Any, answer: Answer, domain: str, number: int) -> Sample:
     )
 
 
+def _check_options(options: Mapping[str, Any], kind: type) -> None:
+    """Raise InputError for an option that `kind` lacks, or whose value has another type than there."""
+    known = get_type_hints(kind)
+    unknown = sorted(set(options) - {*known, "batch_size"})
+    if unknown:
+        raise InputError(f"{unknown[0]}: no such option; must be among {', '.join(known)}")
+    for name, value in options.items():
+        try:
+            plain = value.item() if isinstance(value, np.generic) else value  # of a table
+            TypeAdapter(known.get(name, int)).validate_python(plain, strict=True)
+        except ValidationError as error:
+            raise refused_value(error, f"{name} = {value!r:.80}: ") from None
+
+
 def _score_settings(draft_tokens: Sequence[int], sampling: SamplingSettings) -> ScoreSettings:
+    asked = {"draft_tokens": draft_tokens, "sampling": [sampling], "decode_conversations": 0}
     try:
-        return ScoreSettings(draft_tokens=list(draft_tokens), sampling=[sampling], decode_conversations=0)
+        return ScoreSettings.model_validate(asked)
     except ValidationError as error:
-        problem = error.errors()[0]
-        raise InputError(f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        raise refused_value(error) from None
 
 
 def _specs(draft: Draft, settings: ScoreSettings) -> list[ProposerSpec]:

@@ -214,7 +214,7 @@ def show(target: Target, answer: GeneratedAnswer) -> None:
     console.print(text, soft_wrap=True)
     # 2) The figures.
     speed = f"{len(answer.tokens)} tokens in {answer.seconds:.2f} s"
-    if answer.tau is None:
+    if answer.tau is None or answer.rule is None:
         console.print(f"{speed}, no draft", style="dim", soft_wrap=True)
         return
     plan = f"{answer.config}, at most {answer.config.levels} levels" if answer.config.tree else str(answer.config)

@@ -34,8 +34,9 @@ SHIPPED = (
 )
 """Prompts where the user gives none: one whose answer copies from it, and two whose answers do not."""
 _METHODS = ("lookup", "tiny")
-_QUESTIONS, _SHORT, _LONG = 4, 40, 48
-"""Held-out questions that are answered, and the longest answers to them and to the user's prompts, in tokens."""
+_QUESTIONS, _WARM_UP, _SHORT, _LONG = 4, 8, 40, 48
+"""Held-out questions that are answered, and the longest answers, in tokens: the one that nothing is made of, to these
+questions, and to the user's prompts."""
 
 
 def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
@@ -44,7 +45,10 @@ def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
         raise InputError(f"--prompts {file}: is given beside prompts on the command line; give one of the two")
     prompts = list(given)
     if file is not None:
-        prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise InputError(f"--prompts {file}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
         if not prompts:
             raise InputError(f"--prompts {file}: is empty; must hold a prompt a line")
     for prompt in prompts:
@@ -74,7 +78,8 @@ def try_out(given: Sequence[str], file: Path | None, target: str) -> None:
     # 2) Questions of its own traffic that it was not trained on, and prompts about which it knows nothing.
     held_out = [one for one in load_mix(stages.mix.folder) if one.split == "holdout"][:_QUESTIONS]
     asked = [[Message(role="user", content=prompt)] for prompt in prompts]
-    with bar("answering", len(held_out) + len(asked), "prompts") as advance:
+    with bar("answering", 1 + len(held_out) + len(asked), "prompts") as advance:
+        _answers(space, drafts, held_out[0].messages, _WARM_UP, advance)  # of the first passes no time counts
         own = [_answers(space, drafts, one.messages, _SHORT, advance) for one in held_out]
         theirs = [_answers(space, drafts, messages, _LONG, advance) for messages in asked]
     # 3) One answer token by token, the table, and what to make of it.

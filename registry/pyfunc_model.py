@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from ..data.chat_template import render
 from ..data.conversation import messages_of
-from ..errors import InputError, StaleInputError
+from ..errors import InputError, StaleInputError, refused_value
 from ..eval.settings import ScoreSettings
 from ..fingerprint import short
 from ..specdec.answers import answer_run, answers
@@ -112,8 +112,7 @@ def _target_settings(config: Mapping[str, Any]) -> TargetSettings:
     try:
         return TargetSettings.model_validate(recorded)
     except ValidationError as error:
-        problem = error.errors()[0]
-        raise InputError(f"target.{'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+        raise refused_value(error, "target.") from None
 
 
 def _rows(given: Any) -> list[Any]:

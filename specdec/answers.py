@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .accept_rules import RuleName, choose_rule
+from ..errors import InputError
+from .accept_rules import RuleName, choose_rule, known_rule
 from .decoder import decode_one, decode_rounds
 from .proposers.base import Proposer
 from .requests import DecodeRun, Generation, Request
@@ -27,8 +28,8 @@ class Answer:
     """Text of the answer, without special tokens."""
     generation: Generation
     """Tokens, rounds and times of the answer as the decoder recorded them."""
-    rule: str
-    """Accept rule that judged the drafted tokens."""
+    rule: str | None
+    """Accept rule that judged the drafted tokens; None for plain decoding, which has none."""
 
     @property
     def tokens(self) -> list[int]:
@@ -87,8 +88,9 @@ def answer_run(
     """Decoding run that answers prompts, given as token ids.
 
     `proposer`: None for plain decoding, whose plan says nothing. `preferred`: accept rules above temperature 0, which
-    the plan's own goes before; `rule`: this one instead. Each prompt has a seed of its own, so that equal prompts may
-    get different samples. Raises InputError or ContextLengthError for what cannot be answered so.
+    the plan's own goes before; `rule`: this one instead, refused in plain decoding. Each prompt has a seed of its own,
+    so that equal prompts may get different samples. Raises InputError or ContextLengthError for what cannot be answered
+    so.
     """
     for ids in prompts:
         target.check_ids(ids)
@@ -96,7 +98,9 @@ def answer_run(
         Request(ids, sampling, seed + number, max_new_tokens, target.stop_ids) for number, ids in enumerate(prompts)
     ]
     if proposer is None:
-        return DecodeRun(target, None, asked, rule or "greedy", batch_size=batch_size)
+        if rule is not None:
+            raise InputError(f"rule: {known_rule(rule).name!r}: judges drafted tokens; without a draft there are none")
+        return DecodeRun(target, None, asked, batch_size=batch_size)
     chosen = choose_rule(sampling, proposer, plan.prefer(preferred), rule)
     return DecodeRun(target, proposer, asked, chosen, plan.draft_tokens, batch_size)
 
@@ -104,7 +108,12 @@ def answer_run(
 def answers(target: Target, run: DecodeRun) -> list[Answer]:
     """Answer every request of a run, in the order of the requests."""
     done = dict(finished for step in decode_rounds(run) for finished in step)
-    return [Answer(text_of(target, done[n].tokens), done[n], run.rule) for n in sorted(done)]
+    return [Answer(text_of(target, done[n].tokens), done[n], _rule(run)) for n in sorted(done)]
+
+
+def _rule(run: DecodeRun) -> str | None:
+    # A run without a proposer judges nothing.
+    return None if run.proposer is None else run.rule
 
 
 class AnswerStream(Iterator[str]):
@@ -122,7 +131,7 @@ class AnswerStream(Iterator[str]):
     @property
     def answer(self) -> Answer:
         """The answer so far; the whole one once the iterator is exhausted."""
-        return Answer(text_of(self._target, self._generation.tokens), self._generation, self._run.rule)
+        return Answer(text_of(self._target, self._generation.tokens), self._generation, _rule(self._run))
 
     def _decode(self) -> Iterator[str]:
         growing = GrowingText(self._target)

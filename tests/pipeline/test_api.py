@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 import draftforge as df
 from draftforge.api import Prompt
+from draftforge.cli import main
 from draftforge.errors import ContextLengthError, InputError, MissingFileError, RecipeError, RegistryError
 from draftforge.eval.counts import where
-from draftforge.pipeline import distill as flow
-from draftforge.pipeline.workspace import Workspace
 from draftforge.specdec.answers import GrowingText, text_of
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.requests import Request
@@ -52,8 +51,10 @@ def test_an_answer_is_the_decoders(target: df.Target, draft: df.Draft, prompt: A
     assert answer.tau == (len(answer.tokens) - 1) / len(wanted.rounds)
     assert (answer.drafted, answer.accepted) == tuple(map(sum, list(zip(*wanted.rounds))[:2]))
     assert answer.text == text_of(target, wanted.tokens)
+    assert answer.rule == ("token" if temperature else "greedy")
+    plain = target.generate(prompt, **options)
+    assert plain.rule is None and target.stream(prompt, **options).answer.rule is None
     if not temperature:
-        plain = target.generate(prompt, **options)
         assert plain.tokens == answer.tokens and plain.tau is None and plain.rounds == 0
     # The same, piece by piece; nothing is decoded before it is asked for.
     stream = target.stream(prompt, draft, draft_tokens=3, **options)
@@ -160,18 +161,25 @@ def test_a_recipe_is_changed_written_and_read_again(recipe_in: Callable[..., Pat
     changed.save(tmp_path / "elsewhere/other.yaml")
     assert df.load_recipe(tmp_path / "elsewhere/other.yaml").resolved() == changed.resolved()
     assert "learning_rate" not in (tmp_path / "elsewhere/other.yaml").read_text()  # a default
+    # A work folder by default follows the name.
+    plain = df.load_recipe(path, ["workdir=null"])
+    assert str(plain.workdir) == "runs/tiny" and str(plain.changed("name=other").workdir) == "runs/other"
+    assert recipe.changed("name=other").workdir == recipe.workdir
     with pytest.raises(RecipeError, match=r"^tiny: drafts\.small\.stepz: unknown key; the nearest known one is"):
         recipe.changed("drafts.small.stepz=20")
     with pytest.raises(df.DraftforgeError, match=r"tiny: seed = -1: must be >= 0"):
         recipe.changed("seed=-1")
 
 
-def test_distill_is_the_verbs(crowned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Workspace] = []
-    monkeypatch.setattr(flow, "distill", lambda space: seen.append(space))
-    recipe = df.load_recipe(crowned)
-    assert df.distill(recipe) is None
-    assert [space.recipe for space in seen] == [recipe]
+def test_distill_skips_what_the_verb_has_done(crowned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["distill", str(crowned)])
+    assert ended.value.code == 0
+    outcome, recipe = df.distill(df.load_recipe(crowned)), df.load_recipe(crowned)
+    champion = df.Draft.from_registry(df.Target.load(recipe.target), workdir=recipe.workdir)
+    assert outcome is not None and champion.meta is not None
+    assert champion.meta.step == outcome.version.lineage.step
+    assert df.read_counts(recipe).equals(outcome.scored.counts)
 
 
 def test_what_is_wrong_is_said_in_one_line(target: df.Target, draft: df.Draft, tiny_target_folder: Path) -> None:
@@ -181,10 +189,30 @@ def test_what_is_wrong_is_said_in_one_line(target: df.Target, draft: df.Draft, t
         ({"draft_tokens": 65}, "^draft_tokens 65: must be 1 to 64"),
         ({"max_new_tokens": 0}, "max_new_tokens 0: must be >= 1"),
         ({"rule": "best"}, "rule: 'best': must be one of"),
+        ({"max_new_tokens": "5"}, "^max_new_tokens = '5': input should be a valid integer"),
+        ({"max_new_tokens": None}, "^max_new_tokens = None: "),
+        ({"seed": 1.5}, r"^seed = 1\.5: "),
+        ({"temperature": "hot"}, "^temperature = 'hot': "),
+        ({"draft_tokens": True}, "^draft_tokens = True: "),
+        ({"tools": "search"}, "^tools = 'search': "),
     ]
     for options, words in wrong:
         with pytest.raises(InputError, match=words):
             target.generate(PROMPT, draft, **options)
+    no_batch: Any = None
+    with pytest.raises(InputError, match=r"^batch_size = None: "):
+        target.generate_batch([PROMPT], draft, no_batch)
+    # What nothing reads.
+    unread: list[tuple[dict[str, Any], str]] = [
+        ({"draft_tokens": 3}, "^draft_tokens 3: is for a draft, and none is given"),
+        ({"rule": "token", "temperature": 1}, "^rule: 'token': judges drafted tokens"),
+    ]
+    for options, words in unread:
+        with pytest.raises(InputError, match=words):
+            target.generate(PROMPT, **options)
+    ruled: dict[str, Any] = {"rule": "token"}
+    with pytest.raises(InputError, match=r"^rule: no such option; must be among max_new_tokens"):
+        target.score([PROMPT], draft, **ruled)
     with pytest.raises(ContextLengthError, match="must fit the context"):
         target.stream(PROMPT, max_new_tokens=600)
     nothing: list[Any] = ["", [], [{"role": "user"}], 5]
@@ -193,9 +221,12 @@ def test_what_is_wrong_is_said_in_one_line(target: df.Target, draft: df.Draft, t
             target.generate(prompt)
     with pytest.raises(InputError, match=r"^prompts: are none"):
         target.score([], draft)
-    with pytest.raises(InputError, match=r"^draft_tokens: .*at least 1"):
+    with pytest.raises(InputError, match=r"^draft_tokens = \[0\]: .*at least 1"):
         target.score([PROMPT], draft, [0])
-    with pytest.raises(InputError, match=r"^target\.dtyp: "):
+    no_list: Any = 3
+    with pytest.raises(InputError, match=r"^draft_tokens = 3: "):
+        target.score([PROMPT], draft, no_list)
+    with pytest.raises(InputError, match=r"^target\.dtyp = 'float32': "):
         df.Target.from_pretrained(tiny_target_folder, dtyp="float32")
     with pytest.raises(InputError, match="was loaded for another target"):
         df.Target.from_pretrained(tiny_target_folder, device="cpu").generate(PROMPT, draft)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -32,6 +33,9 @@ def test_prompts_that_are_none_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             tryout.read_prompts(given, path)
+    file.write_bytes("caf\u00e9".encode("latin-1"))
+    with pytest.raises(InputError, match=r"--prompts .*prompts\.txt: is not UTF-8 text"):
+        tryout.read_prompts([], file)
 
 
 def test_the_default_target_is_fetched_by_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +74,13 @@ def test_a_first_call_trains_and_the_next_one_finds_the_draft(
     monkeypatch.setattr(tryout, "_SHORT", 6)
     monkeypatch.setattr(tryout, "_LONG", 6)
     monkeypatch.chdir(tmp_path)
+    seen, inner = [], tryout._answers
+
+    def spy(*args: Any) -> Any:
+        seen.append(args[2])
+        return inner(*args)
+
+    monkeypatch.setattr(tryout, "_answers", spy)
     for trained in (False, True):
         tryout.try_out(["hello", "two words"], None, str(tiny_target_folder))
         shown = capsys.readouterr()
@@ -77,3 +88,6 @@ def test_a_first_call_trains_and_the_next_one_finds_the_draft(
         assert "tiny, rule greedy, K=4: tau" in shown.out
         assert shown.out.count("x ") + shown.out.count("x\n") >= 6  # two speeds in each of three rows
         assert "a tiny draft gives" in shown.out.splitlines()[-2]
+        # Every method has answered before times are taken.
+        assert len(seen) == 1 + tryout._QUESTIONS + 2 and seen[0] == seen[1]
+        seen.clear()
