@@ -18,7 +18,7 @@ from draftforge.data.store import Capture, Sample
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = CaptureSettings(
     max_new_tokens=24, batch_size=4, top_k=16, tail_samples=4, store_dtype="float32", shard_samples=6

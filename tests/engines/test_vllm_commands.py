@@ -17,7 +17,7 @@ from draftforge.specdec.serve_commands import lookup_command, serve_command
 from draftforge.specdec.serving_plan import ServingPlan, write_plan
 from draftforge.specdec.target_settings import TargetSettings
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 DRAFTS = ("small", "eagle", "eagle3", "medusa", "dflash")
 

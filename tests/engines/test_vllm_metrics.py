@@ -16,7 +16,7 @@ from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.sampling_settings import SamplingSettings
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 K, LENGTHS = 4, (2, 17, 40)
 
 

@@ -27,7 +27,7 @@ from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 from draftforge.train.settings import BackboneSettings, EagleSettings, MedusaSettings
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 METHODS = {
     "small": "draft_model",

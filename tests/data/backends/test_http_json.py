@@ -93,7 +93,8 @@ def test_a_reply_that_trickles_ends_with_its_time(serve: Serve, write: Write) ->
 
 @pytest.mark.parametrize("write", [trickling, trickling_headers, endless])
 def test_mlflow_takes_bounded_replies(serve: Serve, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BoundedAdapter, "most_bytes", 1000)
+    for adapter in (BoundedAdapter, *BoundedAdapter.__subclasses__()):
+        monkeypatch.setattr(adapter, "most_bytes", 1000)
     said = r"has more than 1\.00 kB" if write is endless else "timed out"
     with quick_requests(60 if write is endless else 1), pytest.raises(MlflowException, match=said):
         MlflowClient(serve(write, {})).get_experiment("1")
