@@ -88,6 +88,7 @@ def test_the_first_rule_that_matches_wins_and_what_none_matches_needs_a_name(tmp
         build(tmp_path, [line(i) for i in range(90)], "other", domains={"rules": rules})
 
 
+@pytest.mark.slow
 def test_clusters_find_topics_and_a_later_mix_keeps_their_names(tmp_path: Path) -> None:
     lines = [line(i) for i in range(150)]
     first = build(tmp_path, lines, "first", domains={"clusters": 3})

@@ -85,6 +85,7 @@ def difference_coverage(mix: Mix, clusters: int) -> float:
     return float(np.mean(hits))
 
 
+@pytest.mark.slow
 def test_intervals_cover_with_few_and_unlike_clusters() -> None:
     """At least 93 % everywhere: the 95 % that they state, less what so many simulations may be off by."""
     print(f"\n| clusters | {' | '.join(METHODS)} | difference |\n|---|{'---|' * (len(METHODS) + 1)}")

@@ -127,6 +127,7 @@ def tree_of(target: Target, name: str) -> ProposerSpec:
     return ProposerSpec(partial(make_proposer, draft, target, TREES[name]), (TREES[name].levels,), name, TREES[name])
 
 
+@pytest.mark.slow
 def test_trees_are_scored_like_chains(target: Target, samples: list[Sample], chains: ProposerSpec) -> None:
     """Trees whose siblings are chosen are replayed and equal decoding; drawn ones are replayed at T = 0 only."""
     ways = [chains, *(tree_of(target, name) for name in TREES)]

@@ -41,6 +41,7 @@ def run(rng: np.random.Generator, tokens_C: Floats, rounds_AC: Floats, error: fl
     return math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "clusters"), [(2, 40), (2, 200), (5, 80)])
 def test_a_draft_as_good_as_any_is_seldom_dropped(count: int, clusters: int) -> None:
     """300 races of equal drafts at an error of 0.2, looked at after every cluster: the bound holds with room for chance

@@ -38,6 +38,7 @@ def draft(distilled_once: Distilled, target: df.Target) -> df.Draft:
     return df.Draft.from_pretrained(distilled_once.outcome.scored.chosen_folder, target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [PROMPT, CHAT])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_answer_is_the_decoders(target: df.Target, draft: df.Draft, prompt: Any, temperature: float) -> None:
@@ -171,6 +172,7 @@ def test_a_recipe_is_changed_written_and_read_again(recipe_in: Callable[..., Pat
         recipe.changed("seed=-1")
 
 
+@pytest.mark.slow
 def test_distill_skips_what_the_verb_has_done(crowned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["distill", str(crowned)])

@@ -155,6 +155,7 @@ DAMAGES: list[tuple[str, Damage, str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("verb", "damage", "says"), DAMAGES, ids=[f"{i}-{one[0]}" for i, one in enumerate(DAMAGES)])
 def test_a_damaged_file_is_named(verb: str, damage: Damage, says: str, trained: Trained, fails: Fails) -> None:
     damage(trained.work)

@@ -57,6 +57,7 @@ def test_the_recipe_is_a_whole_one() -> None:
     assert list(load_recipe(tryout.RECIPE).drafts) == ["tiny"]
 
 
+@pytest.mark.slow
 def test_a_first_call_trains_and_the_next_one_finds_the_draft(
     tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

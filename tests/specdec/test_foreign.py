@@ -171,6 +171,7 @@ def test_drafts_do_not_depend_on_the_batch(which: str, monkeypatch: pytest.Monke
     assert alone == together and any(tokens for rows in alone.values() for tokens in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["greedy", "onehot", "match"])
 def test_replay_equals_decoding_count_by_count(rule: str, trained_drafts: Trained) -> None:
     model = trained_drafts.target()

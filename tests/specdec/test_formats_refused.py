@@ -353,6 +353,7 @@ def test_folders_that_hold_something_else_are_described(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path: Path) -> None:
     folder = tmp_path / "it's here"
     folder.mkdir()
@@ -374,6 +375,7 @@ def test_a_pickle_is_refused_with_the_command_that_converts_it(tmp_path: Path) -
     assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in draft.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_pickled_medusa_file_is_refused_with_the_way_to_convert_it(tmp_path: Path) -> None:
     """As they were published: the file beside a config that names no sizes."""
     draft = heads.medusa(True, 2)

@@ -144,6 +144,7 @@ class Oracle:
         return logits_V
 
 
+@pytest.mark.slow
 def test_greedy_trees_give_plain_greedy_answers(model: CausalModel) -> None:
     """Drafted by one that is often right, static and dynamic; and by a head that reads the target's features."""
     requests = [Request(ids, SamplingSettings(), 0, 12) for ids in prompts(3)]

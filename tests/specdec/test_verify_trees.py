@@ -51,6 +51,7 @@ def of_shape(shape: str, rule: str, drawn: Drawn, drafts: int = 1) -> Round:
     return Round(rule, REAL, drawn, SHAPES[shape], drafts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_one_round_has_the_targets_distribution(shape: str, way: tuple[str, Drawn, int]) -> None:

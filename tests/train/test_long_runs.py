@@ -87,6 +87,7 @@ def test_the_best_drafts_and_the_last_are_kept_and_nothing_of_others_goes(
         train(settings, 0, tiny_capture, tmp_path / "u", load_tiny_target, make_recorder(), scoring({}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_in", [None, 3, 4])
 def test_training_stops_when_tau_has_stopped_rising_whenever_it_was_killed(
     killed_in: int | None,
@@ -120,6 +121,7 @@ def test_training_stops_when_tau_has_stopped_rising_whenever_it_was_killed(
     assert again.rows == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "start"),
     [(ON_POLICY, 0), (MUON, 0), (DFLASH, 0), (LORA, 3), (MEDUSA_2, 3)],

@@ -50,6 +50,7 @@ from draftforge.train.settings import (
 from draftforge.train.stopping import TrainingStoppedError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "killed_in"),
     [*(pytest.param(*family.values, 3, id=f"{family.id}-3") for family in FAMILIES), (SMALL, 1), (MUON, 5)],
@@ -128,6 +129,7 @@ def test_a_run_killed_while_saving_loses_only_that_checkpoint(
     assert [path.name for path in (tmp_path / "t" / "checkpoints").iterdir()] == ["step-000006"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [SMALL, EAGLE3, DFLASH, EAGLE, MEDUSA, MEDUSA_2])
 def test_loss_and_gradient_are_means_over_supervised_tokens(
     settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any

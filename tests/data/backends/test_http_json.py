@@ -75,6 +75,7 @@ def trickling_headers(handler: BaseHTTPRequestHandler) -> None:
     trickling(handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_reply_without_end_is_not_read_on(serve: Serve, packed: bool) -> None:
     bomb = gzip.compress(bytes(50_000_000))
@@ -91,6 +92,7 @@ def test_a_reply_that_trickles_ends_with_its_time(serve: Serve, write: Write) ->
         asked(serve(write, {}), seconds=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [trickling, trickling_headers, endless])
 def test_mlflow_takes_bounded_replies(serve: Serve, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     for adapter in (BoundedAdapter, *BoundedAdapter.__subclasses__()):

@@ -110,6 +110,7 @@ def test_what_a_retry_mends_is_mended(run: Capturing, served: Served, ours: Capt
     assert len(served.asked) == sum(len(ours.samples(split)) for split in SPLITS) + len(faults)
 
 
+@pytest.mark.slow
 def test_a_reply_that_does_not_come_is_asked_for_again(run: Capturing, served: Served, ours: Capture) -> None:
     served.faults.append("hang")
     check_samples(run(timeout_seconds=3.0), ours)

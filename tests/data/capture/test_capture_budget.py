@@ -60,6 +60,7 @@ def tokens_of(capture: Capture, *splits: str) -> int:
     return sum(capture.manifest["splits"][split]["tokens"] for split in splits)
 
 
+@pytest.mark.slow
 def test_a_token_budget_cuts_the_train_split_evenly_and_says_so(target: Target, whole: Capture, tmp_path: Path) -> None:
     scored, all_tokens = tokens_of(whole, "selection", "holdout"), whole.manifest["tokens"]
     budget = scored + (all_tokens - scored) // 2

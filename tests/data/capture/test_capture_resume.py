@@ -173,6 +173,7 @@ def stop_at_write(monkeypatch: pytest.MonkeyPatch, number: int, after: bool) -> 
     monkeypatch.setattr(storage, "write_bytes", fail)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_stopped_at_any_write_it_resumes_to_the_same_files(
     tmp_path: Path, heard: list[int], monkeypatch: pytest.MonkeyPatch, after: bool

@@ -79,6 +79,7 @@ def drafts_of(
     return {number: answer.tokens for number, answer in answers.items()}, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "rule"),
     [

@@ -119,6 +119,7 @@ def test_greedy_answers_are_the_targets_and_counted_alike(name: str, way: str) -
     assert {"begin", "open", "expand", "observe"} <= set(watched.calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTS)
 def test_it_drafts_what_it_would_draft_beside_the_target(name: str) -> None:
     model = target()

@@ -53,6 +53,7 @@ def replayed(
 REPLAYED = [*(name for name in (*CHAINS, *TREES) if name not in DECODED), "small-sampled", "eagle3-distinct"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REPLAYED)
 def test_replay_equals_decoding_count_by_count(name: str) -> None:
     """Penalised requests and others, decoded in one batch."""

@@ -122,6 +122,7 @@ def position_average(case: Case) -> float:
     return 1 + float(survival_RK.sum(1).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{'tree' if case.tree else 'chain'}")
 def test_replay_covers_what_the_decoder_counts_and_the_average_over_positions_does_not(case: Case) -> None:
     proposer = proposer_for(case)

@@ -145,6 +145,7 @@ def test_only_the_layer_is_trained(target: Target, tiny_capture: Capture) -> Non
     assert target.model.get_output_embeddings().weight.grad is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("noise", "draft_tokens"), [(0.0, 3), (0.2, 1)])
 def test_a_trained_head_decodes_losslessly_and_accepts_more(
     noise: float, draft_tokens: int, trained_drafts: Trained

@@ -151,6 +151,7 @@ def test_recomputed_activations_give_the_same_gradients(target: Target, tiny_cap
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_trained_heads_draft_for_the_trained_target(trained_drafts: Trained, tmp_path: Path) -> None:
     """Decoding with it is lossless for it; the old target stays as it was."""
     target = trained_drafts.target()

@@ -116,6 +116,7 @@ def test_heads_are_told_from_the_other_matrices(target: Target) -> None:
     assert len(hidden) == 3 and not rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [{}, {"train_heads": False, "blocks": 2}], ids=str)
 def test_trained_heads_decode_losslessly_and_accept_more(update: dict[str, Any], trained_drafts: Trained) -> None:
     target = trained_drafts.target()
