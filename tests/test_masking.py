@@ -118,6 +118,7 @@ def test_values_are_masked_by_their_keys_and_flags() -> None:
     }
 
 
+@pytest.mark.slow
 def test_long_texts_are_masked_in_linear_time(tmp_path: Path) -> None:
     ended = run(under_limits, [256, 30, __file__, "_mask_long_texts"], tmp_path / "log")
     assert ended.code == 0, ended.said  # a quadratic pattern would take many minutes of the CPU

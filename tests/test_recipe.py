@@ -138,6 +138,7 @@ def test_a_file_that_is_no_mapping_or_not_there(tmp_path: Path) -> None:
         recipe.read(Small, tmp_path)
 
 
+@pytest.mark.slow
 def test_aliases_are_followed_to_a_size_and_yaml_to_a_depth(tmp_path: Path) -> None:
     assert read(tmp_path, "drafts: {a: &a {steps: 3}, b: *a, c: {<<: *a, warm: 1}}").drafts["c"].steps == 3
     ended = run(under_limits, [100, 30, __file__, "_hostile_yaml", str(tmp_path)], tmp_path / "log")

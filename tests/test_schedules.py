@@ -131,6 +131,7 @@ def test_kubernetes_takes_the_cron_job() -> None:
         kubernetes_validate.validate(manifest, "1.37", strict=True)
 
 
+@pytest.mark.slow
 def test_github_takes_the_workflow(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows"]
     source = SCHEDULES / "github-workflow.yaml"

@@ -43,6 +43,7 @@ def take(plan: BatchPlan, count: int, position: int = 0) -> list[OptimizerStep]:
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 60)), min_size=1, max_size=60)
 
 
+@pytest.mark.slow
 @given(LENGTHS, st.integers(1, 400), st.integers(0, 3), st.integers(1, 4), st.integers(1, 4))
 @settings(max_examples=80)
 def test_the_step_is_the_same_for_every_split(

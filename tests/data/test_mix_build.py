@@ -141,6 +141,7 @@ def grown(lines: list[Line]) -> list[Line]:
     return [*copies, *mates, *(line(2000 + i) for i in range(60))]
 
 
+@pytest.mark.slow
 def test_no_ancestor_s_training_data_enters_a_later_holdout(tmp_path: Path) -> None:
     lines = [line(i, group=f"g{i}") for i in range(60)]
     first = build(tmp_path, lines, "first")

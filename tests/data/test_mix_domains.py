@@ -161,6 +161,7 @@ def test_weights_change_what_they_name(tmp_path: Path) -> None:
     assert Counter(len(c.messages) for c in mix)[1] == pytest.approx(30, abs=2)
 
 
+@pytest.mark.slow
 def test_recent_traffic_weighs_more(tmp_path: Path) -> None:
     """Five days at a half-life of one: what is kept of each day halves; a later copy makes a conversation recent."""
     day = 86400

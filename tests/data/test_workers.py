@@ -87,6 +87,7 @@ def test_small_inputs_start_no_process(tmp_path: Path, monkeypatch: pytest.Monke
         assert some._pool is None
 
 
+@pytest.mark.slow
 def test_processes_that_read_logs_import_neither_torch_nor_scipy() -> None:
     code = "import sys, draftforge.data.workers; print([m for m in ('torch', 'scipy', 'datasets') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

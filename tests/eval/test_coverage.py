@@ -97,6 +97,7 @@ def test_intervals_cover_with_few_and_unlike_clusters() -> None:
         assert min(found) >= 0.93 and min(differences) >= 0.93, (clusters, found, differences)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("off", [0.3, 1.0, 3.0])
 def test_intervals_cover_where_hardly_any_cluster_accepts_anything(off: float) -> None:
     """Of clusters that accept everything or nothing, so many of which accept anything in the mean."""

@@ -166,6 +166,7 @@ def test_a_damaged_file_is_named(verb: str, damage: Damage, says: str, trained: 
     assert not half_written(trained.work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
@@ -388,6 +389,7 @@ def full(kind: str) -> Callable[..., None]:
     return write
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "module", "name", "kind"),
     [

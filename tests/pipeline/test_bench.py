@@ -137,6 +137,7 @@ def test_a_plan_says_what_is_measured_unless_k_or_a_tree_is_asked_for(
     assert "planned: K as asked (--draft-tokens), not the tree own of its plan alone" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_helper_counts_by_its_files(
     recipe: Recipe,
     asked: Callable[..., BenchOptions],
@@ -157,6 +158,7 @@ def test_a_helper_counts_by_its_files(
         run_bench(Workspace(recipe), asked(drafts=["draft"], cascade="helper", out=tmp_path / "out"))
 
 
+@pytest.mark.slow
 def test_a_helper_that_helps_none_is_refused(
     recipe: Recipe, asked: Callable[..., BenchOptions], tiny_target_folder: Path, tmp_path: Path
 ) -> None:
@@ -233,6 +235,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield made
 
 
+@pytest.mark.slow
 def test_the_same_arguments_go_on_where_they_stopped(
     recipe: Recipe, asked: Callable[..., BenchOptions], tmp_path: Path, runs: list[str]
 ) -> None:

@@ -129,6 +129,7 @@ def refuse(*args: object, **kwargs: object) -> None:
     raise AssertionError("a finished stage ran again")
 
 
+@pytest.mark.slow
 def test_a_draft_leaves_in_every_format(
     distilled_once: Distilled, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

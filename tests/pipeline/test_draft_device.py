@@ -45,6 +45,7 @@ def head(space: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_drafts_lie_where_they_are_told_to(
     recipe_file: Path, head: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -278,6 +278,7 @@ def test_what_cannot_be_fetched_is_said(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_listing_goes_both_ways(
     store: Tracking, trained_drafts: Trained, tmp_path: Path, code: Code, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -167,6 +167,7 @@ def test_answers_that_a_draft_cannot_say_have_no_perplexity(
     assert row.tau.value >= 1.0 and math.isnan(row.perplexity)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 def test_heads_of_speculators_own_defaults_are_scored(
     recipe: Recipe, scored: list[Scored], tmp_path: Path, parallel: bool

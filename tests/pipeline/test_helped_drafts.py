@@ -47,6 +47,7 @@ def say(space: Workspace, longer: Path) -> Say:
     return speak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_rounds_are_those_of_the_draft_alone(say: Say, temperature: float, tiny_target_folder: Path) -> None:
     alone = say(None, temperature).generation

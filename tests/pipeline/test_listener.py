@@ -63,6 +63,7 @@ def test_only_so_many_connections_are_open_at_once(port: int) -> None:
     assert answered(port).endswith(b"\r\n\r\nhi")
 
 
+@pytest.mark.slow
 def test_a_connection_ends_after_its_time_however_it_trickles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "REQUEST_SECONDS", 0.5)
     with listening_on(Echo, "127.0.0.1", 0, "--listen 127.0.0.1:0") as port:

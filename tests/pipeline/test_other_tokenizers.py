@@ -68,6 +68,7 @@ def test_it_is_generated_with(recipe: Recipe, theirs: Path, capsys: pytest.Captu
         said(theirs, cascade="lookup")
 
 
+@pytest.mark.slow
 def test_it_is_scored_with(recipe: Recipe, theirs: Path, scored: list[Scored]) -> None:
     """Replayed and decoded, which must agree; and no trees."""
     flow.score(recipe, str(theirs))

@@ -181,6 +181,7 @@ def test_figures_beside_measured_rows() -> None:
     assert {int(word) for word in re.findall(r"[+-]\d+(?= %)", told)} == {-15, -16, -6, -11, -7, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_recipes_for_real_models(name: str, tmp_path: Path, tiny_target_folder: Path) -> None:
     """It loads, fits its GPU by the model's own sizes, and its draft fits a tiny model of the same class."""

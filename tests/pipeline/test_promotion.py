@@ -190,6 +190,7 @@ def test_a_program_that_is_not_there() -> None:
     assert ended.problem.startswith("cannot be started") and "no-such-program" in ended.problem
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_killed_with_all_that_it_started() -> None:
     settings = PromotionSettings(command=["sh", "-c", "sleep 600 & echo $!; sleep 600"], timeout_seconds=1)
     ended = run_command(settings, {})
@@ -202,6 +203,7 @@ def test_what_takes_too_long_is_killed_with_all_that_it_started() -> None:
     pytest.fail("what the command started still runs")
 
 
+@pytest.mark.slow
 def test_the_rollback_verb_exits_with_the_hooks_code(
     opened: Open, tmp_path: Path, log: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

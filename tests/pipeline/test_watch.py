@@ -309,6 +309,7 @@ def test_a_replay_is_known_after_a_restart(tmp_path: Path, monkeypatch: pytest.M
         restarted()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

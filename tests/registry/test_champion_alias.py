@@ -262,6 +262,7 @@ def test_rollback_twice_goes_further_back(tracking: Tracking, three: list[Versio
     assert last[0]["why"] == "slow for users" and last[0]["at"]
 
 
+@pytest.mark.slow
 def test_an_undo_takes_back_one_rollback_after_the_other(tracking: Tracking, three: list[Version]) -> None:
     name = three[0].name
     rollback(tracking, TARGET, "slow for users")
@@ -278,6 +279,7 @@ def test_an_undo_takes_back_one_rollback_after_the_other(tracking: Tracking, thr
     assert rollback(tracking, TARGET).number == 2 and undo_rollback(tracking, TARGET).number == 3
 
 
+@pytest.mark.slow
 def test_what_was_promoted_since_stays(tracking: Tracking, three: list[Version], register: Register) -> None:
     rollback(tracking, TARGET)
     crown(tracking, register("four"))
@@ -298,6 +300,7 @@ def test_a_rollback_that_lost_a_race_bars_nothing(tracking: Tracking, three: lis
     assert ROLLED_BACK_TAG not in (tracking.client.get_model_version(three[0].name, "3").tags or {})
 
 
+@pytest.mark.slow
 def test_line_continues_after_a_rollback(tracking: Tracking, three: list[Version], register: Register) -> None:
     rollback(tracking, TARGET)
     crown(tracking, register("four"))
@@ -318,6 +321,7 @@ def test_alias_moved_by_hand_is_followed(tracking: Tracking, three: list[Version
     assert rollback(tracking, TARGET).number == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["not JSON", "[1, 2]"])
 def test_spoiled_history_does_not_stop_a_rollback(tracking: Tracking, three: list[Version], text: str) -> None:
     tracking.client.set_registered_model_tag(three[0].name, HISTORY_TAG, text)

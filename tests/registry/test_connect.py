@@ -123,6 +123,7 @@ def test_unreachable_server_is_one_line_at_once(scheme: str, tmp_path: Path) -> 
     assert "secret" not in message and caught.value.exit_code == 3
 
 
+@pytest.mark.slow
 def test_silent_server_is_refused_in_time(silent_port: int, tmp_path: Path) -> None:
     settings = RegistrySettings(tracking_uri=f"http://127.0.0.1:{silent_port}", connect_seconds=1)
     started = time.monotonic()

@@ -119,6 +119,7 @@ def _registered(tracking: Tracking, draft: Path, target: Target, settings: Targe
     return version
 
 
+@pytest.mark.slow
 def test_predict_answers_as_our_decoder_does(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
     model = pair.load()
     answers = model.predict(PROMPTS, params={"max_new_tokens": 24})

@@ -90,6 +90,7 @@ def test_plain_greedy_equals_transformers() -> None:
     assert [a.tokens == b.tokens for a, b in zip(answers, bare)] == [n % 4 not in (1, 2) for n in range(10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_greedy_output_equals_plain_decoding(name: str) -> None:
     """And every token of it is accounted for by a round."""

@@ -91,6 +91,7 @@ def test_totals_name_each_position() -> None:
     assert EngineCounts.from_rounds(rounds, 3) == (3, 7, 4, (2, 1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "K"), [("small", 1), ("eagle3", 4), ("lookup", 4), ("lookup first", 1)])
 def test_our_own_law_is_the_decoders(name: str, K: int) -> None:
     model, length, stops = target(), 24, frozenset({5, 17})

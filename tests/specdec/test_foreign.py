@@ -90,6 +90,7 @@ texts = st.text(st.sampled_from(" \nabthe order ü日🙂"), max_size=60) | st.s
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     prompts=st.lists(texts, min_size=1, max_size=4),
@@ -235,6 +236,7 @@ def test_stop_strings_and_stop_ids_end_an_answer_as_in_plain_decoding() -> None:
         assert {one.finish for one in answers} == {"stop"}
 
 
+@pytest.mark.slow
 def test_a_text_that_is_too_long_for_the_draft_is_read_from_its_middle_on(
     trained_drafts: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -340,6 +340,7 @@ def test_a_node_of_merged_drafts_has_the_same_place_whatever_is_asked() -> None:
         assert tree.candidate_BN[0].tolist() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
 def test_trees_on_a_sliding_window(kind: str) -> None:
     """A key of the tree stands elsewhere than its position; the window counts positions."""

@@ -98,6 +98,7 @@ def reference(rule: str, slot: Slot) -> verify.Verdict:
     return apply_rule(verify, rule, p_MV, q_NV, tree, u_N, u_final_D)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "drawn"), WAYS)
 @settings(max_examples=100)
 @given(

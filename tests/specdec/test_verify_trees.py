@@ -60,6 +60,7 @@ def test_one_round_has_the_targets_distribution(shape: str, way: tuple[str, Draw
     assert max(round_error(play, world, depth=3) for world in worlds) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_several_rounds_have_the_targets_distribution(way: tuple[str, Drawn, int]) -> None:
     """Each begins in another context, where the last one ended."""
@@ -185,6 +186,7 @@ def test_recursive_turns_a_chosen_tree_into_another_distribution() -> None:
     assert first == pytest.approx([5 / 6, 0.0, 1 / 6])
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6),

@@ -67,6 +67,7 @@ def kept(folder: Path) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in sorted((folder / "checkpoints").iterdir())]
 
 
+@pytest.mark.slow
 def test_the_best_drafts_and_the_last_are_kept_and_nothing_of_others_goes(
     tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any
 ) -> None:
@@ -230,6 +231,7 @@ def test_space_is_asked_for_all_heads_and_for_the_changed_target(
     assert needed[-1] == pytest.approx(written, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

@@ -228,6 +228,7 @@ def test_small_trains_after_the_target_is_gone(
     assert len(train(SMALL, 0, tiny_capture, tmp_path / "t", gone, recorder)) == 1
 
 
+@pytest.mark.slow
 def test_sigterm_saves_the_step_and_the_run_goes_on_later(
     tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any
 ) -> None:
@@ -379,6 +380,7 @@ def test_phases_take_turns_and_a_resumed_run_is_in_the_right_one(
     assert alone.losses[2] == whole.losses[2] and alone.losses[3] != whole.losses[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", [{"lk_hybrid": 1.0}, {"expected_length": 1.0}, {"kl": {"temperature": 2.0}}])
 def test_small_is_taught_by_the_target_itself_where_signals_say_too_little(
     objective: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any

@@ -86,6 +86,7 @@ def test_a_reply_without_end_is_not_read_on(serve: Serve, packed: bool) -> None:
         asked(url)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [trickling, trickling_headers])
 def test_a_reply_that_trickles_ends_with_its_time(serve: Serve, write: Write) -> None:
     with pytest.raises(EngineError, match=r"no reply .*Read timed out"):

@@ -89,6 +89,7 @@ def test_answers_and_signals_are_those_of_our_own_capture(run: Capturing, served
     assert {body["logprobs"] for body in served.asked} == {0}
 
 
+@pytest.mark.slow
 def test_the_engines_own_signals_are_kept_without_a_tail(run: Capturing, ours: Capture, target: Target) -> None:
     states = target.states
     found = run(signals="engine")
@@ -103,6 +104,7 @@ def test_the_engines_own_signals_are_kept_without_a_tail(run: Capturing, ours: C
     assert states == target.states
 
 
+@pytest.mark.slow
 def test_what_a_retry_mends_is_mended(run: Capturing, served: Served, ours: Capture) -> None:
     faults = ["429", "500", "503", "408", "cut", "lost", "empty", "short", "other", "abort"]
     served.faults.extend([entry for fault in faults for entry in (fault, "")])
@@ -117,6 +119,7 @@ def test_a_reply_that_does_not_come_is_asked_for_again(run: Capturing, served: S
     assert len(served.asked) == sum(len(ours.samples(split)) for split in SPLITS) + 1
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_broken_ends_it_and_the_same_command_goes_on(
     run: Capturing, served: Served, ours: Capture, tmp_path: Path
 ) -> None:
@@ -176,6 +179,7 @@ def test_a_server_that_does_not_fit_is_refused_before_anything_is_asked(
     assert not served.asked
 
 
+@pytest.mark.slow
 def test_the_key_is_sent_and_kept_nowhere(
     run: Capturing, served: Served, ours: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_token_budget_cuts_the_train_split_evenly_and_says_so(target: Target, 
     assert ended["unanswered"].keys() == {"train"}
 
 
+@pytest.mark.slow
 def test_the_same_budget_asks_nothing_a_larger_one_goes_on_and_none_makes_it_whole(
     target: Target, whole: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +164,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     yield state
 
 
+@pytest.mark.slow
 def test_too_little_space_is_found_out_after_the_first_shard(
     target: Target, whole: Capture, tmp_path: Path, disk: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +185,7 @@ def test_too_little_space_is_found_out_after_the_first_shard(
     assert run(target, tmp_path / "capture").samples("train") == whole.samples("train")
 
 
+@pytest.mark.slow
 def test_a_budget_in_gigabytes_asks_for_no_more_space(
     target: Target, whole: Capture, tmp_path: Path, disk: SimpleNamespace
 ) -> None:

@@ -42,6 +42,7 @@ def joined(target: Target, parts: list[Path], settings: CaptureSettings = SETTIN
     return Capture.open(folder)
 
 
+@pytest.mark.slow
 def test_three_parts_joined_equal_one_machines_capture(target: Target, made: Path, parts: list[Path]) -> None:
     whole, found = Capture.open(made / "whole"), joined(target, parts[::-1])
     assert_same_answers(found, whole, logp=1e-5, signals=1e-2)

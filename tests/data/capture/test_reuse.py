@@ -65,6 +65,7 @@ def test_a_capture_from_recorded_answers_is_the_same(
     assert_same_answers(again, drawn, logp=1e-4, signals=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_not_recorded_is_drawn(drawn: Capture, target: Target, tmp_path: Path) -> None:
     """A smaller limit cuts an answer; a larger one needs those drawn anew that the old limit had cut."""
     save_answers(drawn, tmp_path / "answers")

@@ -103,6 +103,7 @@ def check(expected: Reference, found: list[tuple[ShardPlan, ShardAnswers]]) -> N
         assert set(answers.columns) == ({*Signals._fields} if shard.split == "train" else {"logp_n"})
 
 
+@pytest.mark.slow
 def test_answers_and_signals_are_those_of_generate(target: Target, reference: Reference) -> None:
     check(reference, list(run(target)))
 
@@ -129,6 +130,7 @@ def test_later_shards_are_begun_before_earlier_ones_are_complete(
     assert len(sizes) < 1.5 * tokens / SETTINGS.batch_size  # slots are full nearly always
 
 
+@pytest.mark.slow
 def test_a_turn_that_outgrows_the_slots_gets_larger_ones(
     target: Target, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

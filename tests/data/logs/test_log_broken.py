@@ -119,6 +119,7 @@ def survives(path: Path, kind: Any, lines: list[Any]) -> None:
     measure_concurrency(traffic)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMATS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(data=st.data())

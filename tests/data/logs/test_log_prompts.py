@@ -27,6 +27,7 @@ def rendered(template: str, messages: list[dict[str, str]], **arguments: object)
     return text
 
 
+@pytest.mark.slow
 @given(st.sampled_from(sorted(TEMPLATES)), st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3), st.booleans(), TEXT)
 def test_messages_come_back(template: str, pairs: list[tuple[str, str]], has_system: bool, system: str) -> None:
     talk = [message for user, said in pairs for message in (("user", user), ("assistant", said))][:-1]

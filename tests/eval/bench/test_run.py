@@ -213,6 +213,7 @@ def memory_of(target: CausalModel, way: BenchEntry, work: BenchRun, batch_size: 
     return found.weights, found.state
 
 
+@pytest.mark.slow
 def test_memory_counts_what_drafting_adds(work: BenchRun) -> None:
     target = stand_ins.target(4)
     work = replace(work, target=target)

@@ -61,6 +61,7 @@ def documents(query: Tensor, key: Tensor, value: Tensor, runs: QueryRuns, window
         yield slice(low, high), slice(first, last), scores.masked_fill(hidden, -torch.inf), keys, values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "window"), [(1, None), (2, None), (4, None), (1, 6), (3, 6), (3, 3), (4, 2)])
 @pytest.mark.parametrize("row_tokens", [0, 1000])
 def test_runs_equal_one_softmax(

@@ -64,6 +64,7 @@ def test_blocks_hold_every_pair_that_is_seen(chosen: bool, window: int | None) -
     assert not kept.all()  # and others are left out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (30, None), (None, 5.0)])
 def test_flex_attention_equals_the_dense_mask(window: int | None, softcap: float | None) -> None:
     """Uncompiled here: the same mask, blocks and arguments that CUDA compiles."""

@@ -39,6 +39,7 @@ def windowed(visible_BNL: Tensor, position_BN: Tensor, key_BL: Tensor, window: i
     return visible_BNL if window is None else visible_BNL & (position_BN[..., None] - key_BL[:, None] < window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "groups", "size", "window", "softcap", "new"),
     [

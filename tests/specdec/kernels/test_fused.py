@@ -167,6 +167,7 @@ def test_an_adapter_still_learns_through_a_gated_product() -> None:
     assert embeds.grad is not None and float(embeds.grad.abs().max()) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["small", "eagle", "eagle3", "dflash"])
 def test_a_fused_draft_drafts_what_it_drafted(name: str) -> None:
     model = target()

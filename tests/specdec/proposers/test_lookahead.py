@@ -98,6 +98,7 @@ class Dense:
                 self.ngrams.append(tuple(self.ids[-self.K - 1 :]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("W", "K", "guesses", "penalty"), [(1, 1, 1, 1.0), (4, 3, 2, 1.3), (5, 2, 3, 1.0), (2, 4, 9, 1.3), (4, 3, 2, 1.0)]
 )

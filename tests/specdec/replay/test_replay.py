@@ -133,6 +133,7 @@ def test_a_tree_whose_path_holds_the_stop() -> None:
     assert inside > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [None, SHAPE], ids=["chain", "tree"])
 def test_drafts_whose_tokens_tie_are_counted_as_decoded(shape: TreeShape | None) -> None:
     """As in half precision, where many logits are equal: drafting and the ranks of a trace break ties alike."""

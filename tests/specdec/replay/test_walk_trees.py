@@ -94,6 +94,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("K, limit", [(1, 4), (2, 5), (3, 5), (4, 3)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_counts_of_trees_equal_the_decoders_law_answer_by_answer(name: str, K: int, limit: int) -> None:

@@ -64,6 +64,7 @@ PACKED: dict[str, Settings] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_samples_train_as_they_do_alone(
     name: str, load_tiny_target: Callable[[], Target], tiny_capture: Capture, tmp_path: Path

@@ -90,6 +90,7 @@ Rows = st.builds(drawn, st.integers(0, 10_000), st.sampled_from([0.1, 1.0, 4.0])
 Kept = st.none() | st.sets(st.integers(0, V - 1), min_size=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", MIXES)
 @given(target=Rows, draft=Rows, kept=Kept)
 def test_value_and_gradient_are_those_of_the_definition(
