@@ -94,3 +94,11 @@ def test_every_name_of_the_python_api_is_one_that_there_is() -> None:
     used = {use for _, text in blocks("python") for use in re.findall(rf"\b({'|'.join(made)})\.(\w+)\(", text)}
     assert not [f"{of}.{name}" for of, name in used if not hasattr(made[of], name)]
     assert {("df", "distill"), ("target", "stream"), ("recipe", "save")} <= used
+
+
+def test_readme_is_read_in_five_minutes_and_the_glossary_has_each_word_once() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    lines = re.findall(r"^\| (.*?) \| (.+) \|$", (ROOT / "docs" / "glossary.md").read_text(), re.M)
+    words = [word for names, _ in lines if names != "word" for word in names.split(", ")]
+    assert len(words) == len(set(words)) >= 40
+    assert {"target", "draft", "round", "K", "tau", "captured position", "domain", "champion"} <= set(words)
