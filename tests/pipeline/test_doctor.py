@@ -7,6 +7,7 @@ import threading
 import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,22 @@ def test_gpus(gpu: Gpu, status: str, said: str) -> None:
     check = doctor.check_gpu(0, gpu)
     assert (check.name, check.status) == ("cuda:0", status)
     assert said in f"{check.found} {check.remedy}"
+
+
+def test_torch_is_loaded_in_part_where_no_driver_is_and_a_broken_one_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "gpu_driver", lambda: False)
+    gpus, (check,) = doctor.check_cuda()
+    assert (gpus, check.status) == ([], "OK") and check.found.startswith("no device")
+    # A library that is none, and no torch at all: its import says why.
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libtorch_python.so").write_text("cut off")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for spec in (ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py")), None):
+        monkeypatch.setattr(doctor, "find_spec", lambda _, spec=spec: spec)
+        (check,) = doctor.check_cuda()[1]
+        assert check.status == "FAIL" and check.found.startswith("torch cannot be imported: ")
 
 
 def test_the_engine_follows_devices_and_packages() -> None:
