@@ -208,7 +208,9 @@ def distill(
             mix_stage(stages)
         identity = stages.run_fingerprint
         with (
-            start_run(tracking, space.recipe.name, identity, run_id=find_run(tracking, identity)) as run,
+            start_run(
+                tracking, space.recipe.name, identity, run_id=find_run(tracking, identity), trackers_folder=space.root
+            ) as run,
             tag_failed_stage(run),
         ):
             if notes is not None:

@@ -34,6 +34,7 @@ from ..registry.champion_alias import ALREADY, UNMET, history, last_decision, pr
 from ..registry.connect import Tracking, mlflow_errors
 from ..registry.gate import Decision, decide, decide_alone
 from ..registry.lineage import Lineage, Version, ancestors, git_commit
+from ..registry.trackers import check_trackers
 from ..registry.versions import PREVIOUS, by_alias, champion, register_version, resolve_models_uri
 from ..specdec.formats import read_meta
 from ..specdec.proposers.tree_settings import MergedTree
@@ -73,6 +74,7 @@ def check_promotion(space: Workspace, what: str = "a promotion") -> None:
     check_command(space.recipe.promotion)
     check_gate(space.recipe)
     check_score(space, space.recipe.drafts, what)
+    check_trackers(space.recipe.registry)
     if space.first_rank:
         _ = space.tracking  # a server that does not answer is found out before the work, not after it
     # The other drafts of a merged tree go into the version, which holds no pickle.

@@ -15,6 +15,7 @@ costs/                measured times, shared by all checkpoints of a shape
 models/               what came from the registry
 hooks/                what the operator's command was told after promotions and rollbacks
 mlflow.db, mlflow-artifacts/   the registry, unless the recipe or the environment names a server
+tensorboard/, wandb/  figures for the trackers of registry.log_with
 """
 
 import tempfile

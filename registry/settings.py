@@ -1,5 +1,7 @@
 """The recipe's `registry` and `gate` sections: where drafts are kept, and what the next champion must show."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -15,6 +17,9 @@ class RegistrySettings(BaseModel):
     """The MLflow experiment that holds the runs; made when it does not exist."""
     model: str = Field(default="draftforge", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
     """First part of every registered model's name; the target's 12 hex digits follow."""
+    log_with: list[Literal["tensorboard", "wandb"]] = []
+    """Trackers that get parameters and figures too, beside MLflow: TensorBoard (`tensorboard/` in the work folder),
+    Weights & Biases (project: `experiment`; its own WANDB_ variables name key, entity and mode)."""
     artifact_roots: list[str] = []
     """Further places (folders, or addresses such as s3://bucket/models) from which files of runs and versions may be
     copied, beside where the store keeps its own; a version that names another place is refused."""

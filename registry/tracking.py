@@ -8,7 +8,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from .connect import (
     unreachable,
     watched,
 )
+from .trackers import Trackers, open_trackers
 
 FINGERPRINT_TAG = "draftforge.fingerprint"
 FAILURE_TAG = "draftforge.failure"
@@ -131,6 +132,8 @@ class TrackedRun:
         self.waiting: list[Metric] = []
         """Metrics that are not sent yet, in order."""
         self.outage = Outage(tracking)
+        self.trackers = Trackers({})
+        """Further trackers, which get the parameters and what the store has taken of the figures."""
         self._tracking, self._client = tracking, tracking.client
         self._records: list[Callable[[], None]] = []
         self._logged: dict[str, set[int]] = {}
@@ -156,6 +159,7 @@ class TrackedRun:
         # A resumed run whose settings changed shows it in tags.
         changed = {f"changed.{key}": value for key, value in wanted.items() if known.get(key, value) != value}
         self.set_tags(changed)
+        self.trackers.log_params(wanted)
 
     def log_input(self, kind: str, folder: Path, fingerprint: str) -> None:
         """Log a mix or a capture as the run's input: its kind, its place and its fingerprint."""
@@ -184,6 +188,7 @@ class TrackedRun:
                 newest = max(known, key=lambda one: one.timestamp, default=None)
                 if newest is None or newest.value != value:
                     self._client.log_metric(self.id, key, value, now, step)
+                    self.trackers.log([Metric(key, value, now, step)])
 
     def describe(self, text: str) -> None:
         """Set the description, Markdown, that MLflow shows at the head of the run."""
@@ -226,6 +231,7 @@ class TrackedRun:
                 for metric in batch:
                     self._logged[metric.key].add(metric.step)
                 del self.waiting[: len(batch)]
+                self.trackers.log(batch)
 
     def send_when_due(self) -> None:
         """Send what waits, if it has waited long enough and the store was not seen to be away."""
@@ -257,10 +263,12 @@ def start_run(
     fingerprint: str = "",
     tags: Mapping[str, str] | None = None,
     run_id: str | None = None,
+    trackers_folder: Path | None = None,
 ) -> Iterator[TrackedRun]:
     """Open a new run, or resume the one with `run_id`. It ends FINISHED, FAILED (an error) or KILLED (a signal).
 
-    `fingerprint` is what `find_run` finds it by.
+    `fingerprint` is what `find_run` finds it by. `trackers_folder`: files of the trackers of `registry.log_with`, which
+    get what the run gets; None: MLflow alone.
     """
     # 1) Create the run, or open it again without the failure of last time.
     client = tracking.client
@@ -274,14 +282,17 @@ def start_run(
             client.update_run(run_id, status="RUNNING")
             run = TrackedRun(tracking, run_id, name, resumed=True)
             run.set_tags({**tags, FAILURE_TAG: ""})
-    # 2) Whatever ends the block is recorded; metrics that wait are sent first.
-    try:
-        with run.outage.watching():
-            yield run
-            run.flush()
-    except BaseException as error:
-        _record_failure(run, tracking, error)
-        raise
+    # 2) Whatever ends the block is recorded; metrics that wait are sent first, and further trackers closed last.
+    with ExitStack() as closing:
+        try:
+            if trackers_folder is not None:
+                run.trackers = closing.enter_context(open_trackers(tracking.settings, name, run.id, trackers_folder))
+            with run.outage.watching():
+                yield run
+                run.flush()
+        except BaseException as error:
+            _record_failure(run, tracking, error)
+            raise
     with mlflow_errors(tracking.uri):
         client.set_terminated(run.id, "FINISHED")
 

@@ -162,7 +162,8 @@ def distilled_once(
     tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path], finished_stages: Path
 ) -> Distilled:
     """The default recipe after `distill`, with a champion."""
-    recipe, printed = recipe_in(tmp_path_factory.mktemp("distilled")), io.StringIO()
+    recipe = recipe_in(tmp_path_factory.mktemp("distilled"), registry={"log_with": ["tensorboard"]})
+    printed = io.StringIO()
     with redirect_stdout(printed), cached_stages(finished_stages, reads=False):
         outcome = distill(Workspace(load_recipe(recipe)))
     assert outcome is not None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from distilled import Distilled
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draftforge.cli import main
 from draftforge.data.mix import load_manifest
@@ -41,6 +42,11 @@ def test_distill_promotes_and_a_second_run_does_no_work(
     tau = space.tracking.client.get_metric_history(now.run_id, "score/small/tau")
     assert [point.step for point in tau] == [2, 4]
     assert [point.step for point in space.tracking.client.get_metric_history(now.run_id, "train/small/loss")]
+    shown = EventAccumulator(str(next((space.root / "tensorboard").iterdir())))
+    shown.Reload()
+    assert [(point.step, point.value) for point in shown.Scalars("score/small/tau")] == [
+        (point.step, pytest.approx(point.value)) for point in tau
+    ]
     assert "lookup" in table and "plain" in table and "chosen" in table
     took = read_object(space.root / ESTIMATES_FILE)  # for the estimates of the next ones
     writing = {"capture", "train small", "train eagle3", "score"}
