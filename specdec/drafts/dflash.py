@@ -17,13 +17,14 @@ Parameters bear the names of the checkpoint layout that vLLM and SGLang read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from ..kernels.attention import attend, attention
+from ..kernels.block_attention import BlockMask, Sight, merged_blocks
 from ..kernels.document_mask import QueryMask
 from ..kv_cache import CacheStep
 from .base import DraftModule
@@ -35,15 +36,6 @@ _TOGETHER = 1024
 KeyValue = tuple[Tensor, Tensor]
 Attend = Callable[[int, Attention, Tensor, Tensor, Tensor], Tensor]
 """(layer number, its Attention, query, key, value of block tokens [B, Q or G, N, D]) -> attended [B, N, Q, D]."""
-
-
-class Sight(NamedTuple):
-    """What the tokens of a block see in one layer."""
-
-    window: int | None
-    """Only so many tokens back, their own included; None: the whole context."""
-    causal: bool
-    """No later token of the block."""
 
 
 class DFlashConfig(LayerConfig):
@@ -83,7 +75,7 @@ class DFlashConfig(LayerConfig):
         """Whether the draft vocabulary is smaller than the target's."""
         return self.draft_vocab_size < self.vocab_size
 
-    def sight(self, layer: int) -> "Sight":
+    def sight(self, layer: int) -> Sight:
         """What the tokens of a block see in a layer."""
         window = None if layer in self.full_attention_layers else self.sliding_window
         return Sight(window, self.causal == "all" or (self.causal == "sliding" and window is not None))
@@ -198,37 +190,33 @@ class DFlashDraft(DraftModule):
         `anchors`: places [B, M] of the blocks' first tokens. A block sees its document before its anchor, and no other
         block.
         """
-        # A block sees tokens of its document before its anchor; the anchor itself is part of the block.
-        key_T = torch.arange(aux_BTA.shape[1], device=aux_BTA.device)
-        before_BMT = anchors.dense() & (key_T < anchors.at_BM[..., None])
-
-        # The context's keys are computed once, then blocks run a few at a time to bound the attention mask.
+        # The context's keys are computed once, for all blocks.
         context = self.context(aux_BTA, anchors.documents.positions_BT)
-        together = max(1, _TOGETHER // embeds_BMWH.shape[2])
-        some = [slice(start, start + together) for start in range(0, embeds_BMWH.shape[1], together)]
-        parts = [
-            (embeds_BMWH[:, at], before_BMT[:, at], anchors.at_BM[:, at], anchors.positions_BM[:, at]) for at in some
-        ]
-        return torch.cat([self._some(context, *part) for part in parts], 1)
+        mask = BlockMask(anchors, embeds_BMWH.shape[2])
+        sights = {*map(self.config.sight, range(len(context)))}
+        if embeds_BMWH.is_cuda and anchors.documents.packed and sights == {Sight(None, False)}:
+            return self._together(context, embeds_BMWH, mask, merged=True)
 
-    def _some(
-        self, context: Sequence[KeyValue], embeds_BMWH: Tensor, before_BMT: Tensor, at_BM: Tensor, positions_BM: Tensor
+        # A few blocks at a time bound the dense mask.
+        few = max(1, _TOGETHER // embeds_BMWH.shape[2])
+        some = [slice(start, start + few) for start in range(0, embeds_BMWH.shape[1], few)]
+        return torch.cat([self._together(context, embeds_BMWH[:, at], mask.some(at)) for at in some], 1)
+
+    def _together(
+        self, context: Sequence[KeyValue], embeds_BMWH: Tensor, mask: BlockMask, merged: bool = False
     ) -> Tensor:
-        """`forward` of a few blocks. `before_BMT`: context before each block; `at_BM`: places of the anchors in their
-        rows, `positions_BM` in their documents."""
-        # One mask for all layers that see the same.
-        width = embeds_BMWH.shape[2]
-        masks = {
-            sight: _visible(before_BMT, at_BM, width, sight) for sight in {*map(self.config.sight, range(len(context)))}
-        }
+        """`forward` of blocks with the context's keys and values; `merged`: without a dense mask."""
 
-        # Context keys and values go before the block's own along the key axis.
         def beside_context(layer: int, _: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if merged:
+                return merged_blocks(query, context[layer], key, value, mask)
+            # Context keys and values go before the block's own along the key axis.
             keys, values = (torch.cat(pair, 2) for pair in zip(context[layer], (key, value)))
-            return attention(query, keys, values, masks[self.config.sight(layer)], None).transpose(1, 2)
+            return attention(query, keys, values, mask.dense(self.config.sight(layer)), None).transpose(1, 2)
 
         # Block tokens stand at the anchor's position and those that follow it.
-        positions_BN = (positions_BM[..., None] + torch.arange(width, device=positions_BM.device)).flatten(1)
+        places_W = torch.arange(mask.width, device=embeds_BMWH.device)
+        positions_BN = (mask.anchors.positions_BM[..., None] + places_W).flatten(1)
         return self._run(embeds_BMWH.flatten(1, 2), positions_BN, beside_context).view(embeds_BMWH.shape)
 
     def _run(self, state_BNH: Tensor, positions_BN: Tensor, attended: Attend) -> Tensor:
@@ -247,27 +235,3 @@ class DFlashDraft(DraftModule):
 
     def _blocks(self) -> Sequence[BlockLayer]:
         return list(self.layers)  # type: ignore[arg-type]
-
-
-def _visible(before_BMT: Tensor, at_BM: Tensor, width: int, sight: Sight) -> Tensor:
-    """Mask [B, 1, N, T + N] of `width` tokens a block: the context before it, as far as the window reaches, then the
-    block itself."""
-    # Places of query and key within a block: later ones are seen unless the layer is causal, far ones not.
-    (batch, blocks, tokens), device = before_BMT.shape, before_BMT.device
-    place_W = torch.arange(width, device=device)
-    behind_WW = place_W[:, None] - place_W
-    inside_WW = torch.ones_like(behind_WW, dtype=torch.bool)
-    if sight.causal:
-        inside_WW &= behind_WW >= 0
-
-    # The context, for each token of a block alike without a window.
-    before_BMWT = before_BMT[:, :, None].expand(-1, -1, width, -1)
-    if sight.window is not None:
-        inside_WW &= behind_WW < sight.window
-        behind_BMWT = (at_BM[..., None] + place_W)[..., None] - torch.arange(tokens, device=device)
-        before_BMWT = before_BMWT & (behind_BMWT < sight.window)
-
-    # Blocks do not see each other.
-    same_M1M1 = torch.eye(blocks, dtype=torch.bool, device=device)[:, None, :, None]
-    itself_NN = (same_M1M1 & inside_WW[:, None]).reshape(blocks * width, -1)
-    return torch.cat([before_BMWT.flatten(1, 2), itself_NN.expand(batch, -1, -1)], -1)[:, None]

@@ -12,7 +12,10 @@ from stand_ins import target
 
 from draftforge.data.batches import collate
 from draftforge.specdec.decoder import Generation, generate
+from draftforge.specdec.kernels.attention import attention
+from draftforge.specdec.kernels.block_attention import BlockMask, Sight, merged_blocks
 from draftforge.specdec.kernels.column_attention import attend_columns
+from draftforge.specdec.kernels.document_mask import QueryMask
 from draftforge.specdec.kernels.fused import fuse
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.requests import Request
@@ -95,5 +98,33 @@ def test_attention_of_training_in_half_precision(steps: int, window: int | None)
         output = attend_columns(inputs[0], keys, values, trained, window).float().cpu() * meant
         grads = torch.autograd.grad((output * weight).sum(), inputs, materialize_grads=True)
         found.append([output.detach(), *(one.float().cpu() for one in grads)])
+    for half, whole in zip(*found, strict=True):
+        assert float((half - whole).norm()) <= 0.01 * float(whole.norm())
+
+
+@pytest.mark.parametrize("width", [3, 8])
+def test_attention_of_blocks_in_half_precision(width: int) -> None:
+    """Values and gradients without a dense mask, beside one softmax with it in float32."""
+    generator = torch.Generator().manual_seed(width)
+    sizes = [(int(prompt), int(answer)) for prompt, answer in torch.randint(1, 300, (24, 2), generator=generator)]
+    batch = collate([Talk([1] * prompt, [2] * answer) for prompt, answer in sizes], row_tokens=1500)
+    found = []
+    for device, dtype in (("cuda", torch.bfloat16), ("cpu", torch.float32)):
+        generator = torch.Generator().manual_seed(0)
+        documents = batch.to(device).documents
+        rows, tokens = documents.document_BT.shape
+        at_BM = torch.arange(1, tokens - width, width).expand(rows, -1).to(device)
+        mask = BlockMask(QueryMask(documents, at_BM), width)
+        shapes = [(9, at_BM.shape[1] * width), *[(3, tokens)] * 2, *[(3, at_BM.shape[1] * width)] * 2]
+        drawn = [torch.randn(rows, heads, places, 64, generator=generator).bfloat16() for heads, places in shapes]
+        query, known, values, key, value = inputs = [one.to(device, dtype).requires_grad_() for one in drawn]
+        if device == "cuda":
+            output = merged_blocks(query, (known, values), key, value, mask)
+        else:
+            together = torch.cat([known, key], 2), torch.cat([values, value], 2)
+            output = attention(query, *together, mask.dense(Sight(None, False)), None).transpose(1, 2)
+        weight = torch.randn(output.shape, generator=generator)
+        grads = torch.autograd.grad((output.float() * weight.to(device)).sum(), inputs)
+        found.append([output.detach().float().cpu(), *(one.float().cpu() for one in grads)])
     for half, whole in zip(*found, strict=True):
         assert float((half - whole).norm()) <= 0.01 * float(whole.norm())
