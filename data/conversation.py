@@ -20,6 +20,9 @@ SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
 _ASKS_NOTHING = ("system", "developer", "assistant")
 NO_SYSTEM_PROMPT = ", without a system prompt"
 """Ends the name of a counter of requests whose log may lack their system prompt: the number of tokens tells."""
+PASSED_OVER = "extra_body passed over"
+"""Template argument that no template can name: what else of a conversation its prompt was made of, where its request
+was logged with an `extra_body` that reached the server under that very name."""
 
 
 class Message(BaseModel):
@@ -132,6 +135,15 @@ class Conversation(BaseModel):
     """File and line of the log that it was read from, relative to the recipe; no part of what a capture depends on."""
     skip_invalid: bool = Field(default=False, exclude=True)
     """Whether its source allows to leave out what the target's chat template refuses."""
+
+    def readings(self) -> "list[Conversation]":
+        """What its request may have asked: with the fields of its `extra_body`, as OpenAI's client sends them, and
+        without them, where the log holds both."""
+        other = self.template_args.get(PASSED_OVER)
+        if other is None:
+            return [self]
+        messages = [Message.model_validate(message) for message in other.get("messages", ())] or self.messages
+        return [self, self.model_copy(update={**other, "messages": messages})]
 
     def time_of(self, turn: int) -> float | None:
         """Unix seconds when a turn was asked: those of its own request, or else of the conversation."""

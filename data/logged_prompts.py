@@ -9,7 +9,7 @@ counter has the target's tokenizer, an even sample of its prompts tells.
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 
 from ..errors import InputError
 from .chat_template import ids_of_prompt, template_tree, turn_ids, turn_prompt
-from .conversation import NO_SYSTEM_PROMPT, Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
+from .conversation import NO_SYSTEM_PROMPT, PASSED_OVER, Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
 from .dedup import NO_TURNS, TurnKeys
 from .logs.parsing import prompt_digest
 from .settings import RESERVED_ARGS
@@ -30,6 +30,7 @@ from .stratify import LogTable
 OTHER_PROMPT = "its chat template makes another prompt of the messages than the logged one"
 OTHER_COUNT = "its prompt has another number of tokens than the log counts"
 UNPROVEN = "the log does not show that its prompt was this one"
+EITHER_WAY = "its `extra_body` makes another prompt, and the log does not show whether a server took it"
 _SAMPLED = 256  # prompts of a counter that tell whose tokens it counts
 _TRIED = 64  # prompts with another number of tokens that settings are tried on
 _MOST_KEPT = 8  # numbers and hashes of one prompt
@@ -127,6 +128,17 @@ class _Comparison:
     """Settings that give the logged number, the first of each prompt alone, and for how many of those tried."""
 
 
+class _Checked(NamedTuple):
+    """What was found of a conversation."""
+
+    asked: Conversation
+    """The reading of it that its request was of."""
+    refused: dict[int, str]
+    """By turn: why it is not asked."""
+    rendered: dict[int, list[int]]
+    """By turn: the ids of prompts that were compared."""
+
+
 class PromptCheck:
     """Compares the prompts that a tokenizer's template makes of a mix with what its log tells of them."""
 
@@ -144,7 +156,7 @@ class PromptCheck:
         """
         self._tokenizer = tokenizer
         self._own_code, self._ask_unproven = rendered_by_vllm, ask_unproven
-        self._last: tuple[str, dict[int, str], dict[int, list[int]]] = ("", {}, {})
+        self._last: tuple[str, _Checked] | None = None
         self._sampled = {name: self._sample(name, some) for name, some in _by_counter(conversations).items()}
         self._found = {name: _Comparison() for name in self._sampled}
         self._counted: set[tuple[str, int]] = set()
@@ -155,12 +167,18 @@ class PromptCheck:
 
         A turn of which nothing is logged was asked in the history of a later one, and goes with that.
         """
-        return self._checked(conversation)[0].get(turn)
+        return self._checked(conversation).refused.get(turn)
+
+    def as_asked(self, conversation: Conversation, turn: Turn) -> tuple[Conversation, Turn]:
+        """The conversation and the turn as the request asked them, of which `turn_prompt` makes the prompt."""
+        asked = self._checked(conversation).asked
+        same = None if turn.waits_for is not None else _as_in(asked, conversation, turn)
+        return asked, same or turn
 
     def ids(self, conversation: Conversation, turn: Turn, answers: Sequence[str] = ()) -> list[int]:
         """Prompt ids of a turn, as `chat_template.turn_ids` makes them; those of a comparison are not made again."""
-        known = None if turn.waits_for is not None else self._checked(conversation)[1].get(turn.index)
-        return known or turn_ids(self._tokenizer, conversation, turn, answers)
+        known = None if turn.waits_for is not None else self._checked(conversation).rendered.get(turn.index)
+        return known or turn_ids(self._tokenizer, *self.as_asked(conversation, turn), answers)
 
     def lines(self, sampled: bool = False) -> list[str]:
         """What the comparison found, a line for each counter. `sampled`: in the sample alone."""
@@ -170,19 +188,52 @@ class PromptCheck:
             if (line := self._line(name, found))
         ]
 
-    def _checked(self, conversation: Conversation) -> tuple[dict[int, str], dict[int, list[int]]]:
-        """By turn: why it is not asked, and the ids of prompts that were compared; kept of the last conversation."""
-        if self._last[0] != conversation.id:
+    def _checked(self, conversation: Conversation) -> "_Checked":
+        """What was found of each turn; kept of the last conversation."""
+        if self._last is None or self._last[0] != conversation.id:
             logged = {one.turn: one for one in conversation.logged_prompts if one.counts or one.digests}
-            refused, rendered = dict[int, str](), dict[int, list[int]]()
-            reason = UNPROVEN if self._in_doubt(conversation, []) else None
-            for turn in reversed(_whole_turns(conversation) if logged or reason else []):
-                if turn.index in logged:
-                    reason = self._compared(conversation, turn, logged[turn.index], rendered)
+            asked, reason = self._reading(conversation, logged)
+            found = _Checked(asked, {}, {})
+            if reason is None and self._in_doubt(conversation, []):
+                reason = UNPROVEN
+            for turn in reversed(_whole_turns(conversation) if logged or reason or asked is not conversation else []):
+                as_asked = _as_in(asked, conversation, turn)
+                if as_asked is None:
+                    reason = EITHER_WAY
+                elif turn.index in logged and reason != EITHER_WAY:
+                    reason = self._compared(asked, as_asked, logged[turn.index], found.rendered)
                 if reason is not None:
-                    refused[turn.index] = reason
-            self._last = (conversation.id, refused, rendered)
-        return self._last[1:]
+                    found.refused[turn.index] = reason
+            self._last = (conversation.id, found)
+        return self._last[1]
+
+    def _reading(
+        self, conversation: Conversation, logged: Mapping[int, LoggedPrompt]
+    ) -> tuple[Conversation, str | None]:
+        """The reading of a conversation that its last prompt is shown to be of, and why that cannot be told."""
+        # 1) Readings that make other prompts; what a template refuses was not answered.
+        last = len(_whole_turns(conversation)) - 1
+        lengths: dict[str, tuple[int, Conversation]] = {}
+        for reading in conversation.readings() if PASSED_OVER in conversation.template_args else ():
+            try:
+                prompt = turn_prompt(self._tokenizer, reading, replace(_whole_turns(reading)[-1], index=last))
+                ids = ids_of_prompt(self._tokenizer, prompt)
+            except InputError:
+                continue
+            lengths.setdefault(prompt.whole, (len(ids), reading))
+        if len(lengths) < 2:
+            return next((reading for _, reading in lengths.values()), conversation), None
+
+        # 2) The logged number of tokens tells prompts of other lengths apart.
+        (one, first), (other, second) = lengths.values()
+        told = self._told(logged[last]) if last in logged else set()
+        if told and one != other:
+            return second if other in told and one not in told else first, None
+        return first, None if self._ask_unproven else EITHER_WAY
+
+    def _told(self, logged: LoggedPrompt) -> set[int]:
+        """Numbers of the target's tokens that the log tells of a prompt."""
+        return {one.tokens for one in logged.counts if one.tokens and self._counts_our_tokens(one.counter)}
 
     def _compared(
         self, conversation: Conversation, turn: Turn, logged: LoggedPrompt, rendered: dict[int, list[int]]
@@ -200,7 +251,7 @@ class PromptCheck:
             self._counted.add((conversation.id, turn.index))
             for one in counts:
                 _add(self._found[one.counter], one, len(ids), place(conversation, turn.index))
-        told = {one.tokens for one in counts if one.tokens}
+        told = self._told(logged)
         if told and len(ids) not in told:
             return f"{OTHER_COUNT} ({len(ids)}, logged {_listed(told)})"
         return UNPROVEN if not (told or logged.digests) and self._in_doubt(conversation, logged.counts) else None
@@ -231,12 +282,16 @@ class PromptCheck:
         found = _Comparison()
         for conversation, logged in some:
             turn = _whole_turns(conversation)[logged.turn]
-            length, counts = self._length(conversation, turn), [one for one in logged.counts if one.counter == counter]
-            if length is None:
+            counts = [one for one in logged.counts if one.counter == counter]
+            told = {one.tokens for one in counts if one.tokens}
+            each = ((one, _as_in(one, conversation, turn)) for one in conversation.readings())
+            lengths = [self._length(one, same) for one, same in each if same is not None]
+            known = [length for length in lengths if length is not None]
+            if not known:
                 continue
+            length = next((length for length in known if length in told), known[0])
             for one in counts:
                 _add(found, one, length, place(conversation, turn.index))
-            told = {one.tokens for one in counts if one.tokens}
             if length not in told and found.tried < _TRIED:
                 found.tried += 1
                 others = _settings(self._tokenizer, conversation, turn)
@@ -337,6 +392,15 @@ def _arguments(template: str) -> list[str]:
         return []
     known = {*RESERVED_ARGS, *DEFAULT_NAMESPACE, "documents", "raise_exception", "strftime_now"}
     return sorted(name for name in names - known if not name.endswith("_token"))
+
+
+def _as_in(asked: Conversation, conversation: Conversation, turn: Turn) -> Turn | None:
+    """A whole turn of a conversation as another reading of it has it, where the last ones are the same; None: it has
+    none."""
+    if asked is conversation:
+        return turn
+    whole, behind = _whole_turns(asked), len(_whole_turns(conversation)) - turn.index
+    return replace(whole[-behind], index=turn.index) if behind <= len(whole) else None
 
 
 def _whole_turns(conversation: Conversation) -> list[Turn]:

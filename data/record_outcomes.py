@@ -214,7 +214,8 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
         timing = timing._replace(started=None, ended=None)
     elif not entry.in_flight:
         timing = timing._replace(ended=None)
-    found = _parsed(source, index, entry.line, "messages", entry.where, timing)._replace(timing=busy)
+    found = _parsed(source, index, entry.line, "messages", entry.where, timing, entry.passed_over)
+    found = found._replace(timing=busy)
     if entry.pieces is None or found.record is None:
         return found
     # An engine's own log tells what it took, whoever named it.
@@ -248,9 +249,17 @@ def _shape_of(source: Source) -> tuple[Shape, str | None]:
     return "prompts", None
 
 
-def _parsed(source: Source, index: int, line: Any, shape: Shape, where: str, timing: Timing | None) -> Outcome[Record]:
+def _parsed(
+    source: Source,
+    index: int,
+    line: Any,
+    shape: Shape,
+    where: str,
+    timing: Timing | None,
+    passed_over: Mapping[str, Any] | None = None,
+) -> Outcome[Record]:
     try:
-        record = parse(line, shape, source, where, index, timing)
+        record = parse(line, shape, source, where, index, timing, passed_over)
     except LeftOut as request:
         return Outcome(where, left_out=request.reason, domain=_domain_named(source, line))
     except InputError as error:

@@ -6,7 +6,7 @@ Every error names the line (`file:line`) and the broken rule, and quotes no text
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
 
@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from .conversation import (
     NO_SYSTEM_PROMPT,
+    PASSED_OVER,
     ROLES,
     Conversation,
     Engine,
@@ -25,13 +26,23 @@ from .conversation import (
     turn_ends,
 )
 from .logs.anthropic import BILLING_HEADER
-from .logs.chat import MOST_TOKENS, SYSTEM_UNKNOWN, LeftOut, Timing, body_of, decoded, is_system_prompt
+from .logs.chat import (
+    MOST_TOKENS,
+    SYSTEM_UNKNOWN,
+    LeftOut,
+    Timing,
+    body_of,
+    decoded,
+    is_system_prompt,
+    read_otherwise,
+)
 from .logs.parsing import number, seconds
 from .served_request import (
     LIMIT_FIELDS,
     SAMPLING_FIELDS,
     Lookup,
     draws_of,
+    json_type,
     message_of_sglang,
     prompt_of,
     quoted,
@@ -42,6 +53,7 @@ from .served_request import (
     validated,
 )
 from .settings import LABEL, DatasetSource, DomainRule, FileSource, Shape, TargetSource
+from .sharegpt import SHAREGPT_ROLES, sharegpt_messages
 
 _ID_DIGITS = 24
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
@@ -69,17 +81,7 @@ _MEDIA: dict[Shape, tuple[str, ...]] = {
 }
 """Fields beside a conversation that hold what its text has marks for (`<image>`), by shape; the first also those of a
 message."""
-_SHAREGPT_ROLES: dict[str, str] = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    **dict(zip(ROLES, ROLES)),
-}
-_OTHER_ROLES = frozenset((*_SHAREGPT_ROLES, "ai", "bot"))
+_OTHER_ROLES = frozenset((*SHAREGPT_ROLES, "ai", "bot"))
 """Names in small letters of the usual roles, where they are none of `ROLES` as it is written."""
 DEFAULT_COLUMNS: dict[Shape, str] = {
     "messages": "messages",
@@ -188,15 +190,62 @@ def parse(
     where: str,
     index: int = 0,
     timing: Timing | None = None,
+    passed_over: Mapping[str, Any] | None = None,
 ) -> Record:
     """Validate one decoded line of a given shape and make a record of it. Raises InputError starting with `where`.
 
     `timing`: times, replica and token counts from a log reader; None: they are read from the line's own fields.
+    `passed_over`: the line's request without the fields of its `extra_body`; None: it has none, or the line holds it.
     """
-    # 1) The line, and the request that it may wrap.
     if not isinstance(line, dict):
-        raise InputError(f"{where}: is a JSON {_json_type(line)}; must be an object")
+        raise InputError(f"{where}: is a JSON {json_type(line)}; must be an object")
     line = _from_table(line)
+    # Where an `extra_body` changes what the template gets, the record holds both readings.
+    record = _record(line, shape, source, where, index, timing)
+    other = _line_otherwise(line, passed_over)
+    if other is None:
+        return record
+    try:
+        return _with_other_reading(record, _record(other, shape, source, where, index, timing))
+    except InputError as error:  # what no server takes was not sent
+        if isinstance(error, LeftOut) and error.reason != "request that the engine refuses":
+            raise
+        return record
+
+
+def _line_otherwise(line: dict[str, Any], passed_over: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The line with its request as it stands; None: no `extra_body` makes another one of it."""
+    if passed_over is not None:
+        messages = [*(passed_over.get("messages") or ()), *line["messages"][len(line["request"]["messages"]) :]]
+        return {**line, "request": {**passed_over}, "messages": messages}
+    if isinstance(request := line.get("request"), dict):
+        other = read_otherwise(_from_table(request))
+        return None if other is None else {**line, "request": other}
+    return read_otherwise(line)
+
+
+def _with_other_reading(record: Record, other: Record) -> Record:
+    """The record, with what the other reading has in its place if its prompt may be another one."""
+    names = ("messages", "tools", "template_args", "prompt_end")
+    if all(getattr(record, name) == getattr(other, name) for name in names):
+        return record
+    reading: dict[str, Any] = {"tools": other.tools, "template_args": dict(other.template_args or {})}
+    reading["prompt_end"] = other.prompt_end
+    if other.messages != record.messages:
+        reading["messages"] = [message.model_dump(exclude_none=True) for message in other.messages]
+    return replace(record, template_args={**(record.template_args or {}), PASSED_OVER: reading})
+
+
+def _record(
+    line: dict[str, Any],
+    shape: Shape,
+    source: FileSource | DatasetSource | TargetSource,
+    where: str,
+    index: int,
+    timing: Timing | None,
+) -> Record:
+    """Make a record of a line, with the fields of an `extra_body` in the places of its own."""
+    # 1) The request that the line may wrap.
     wrapped = isinstance(line.get("request"), dict)
     inner = line["request"] if wrapped else {}
     engine = _engine(source)
@@ -277,7 +326,7 @@ def timing_of(line: Mapping[str, Any], where: str) -> Timing:
     # The replica, by name or number.
     replica = line.get("replica")
     if replica is not None and not isinstance(replica, str | int):
-        raise InputError(f"{where}: replica is a JSON {_json_type(replica)}; must be text or a number")
+        raise InputError(f"{where}: replica is a JSON {json_type(replica)}; must be text or a number")
     return Timing(
         started=times["started"],
         ended=times["ended"],
@@ -355,10 +404,10 @@ def _messages(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
 
 def _message(raw: Any, engine: Engine, where: str) -> Message:
     if not isinstance(raw, dict):
-        raise InputError(f"{where}: is a JSON {_json_type(raw)}; must be an object with role and content")
+        raise InputError(f"{where}: is a JSON {json_type(raw)}; must be an object with role and content")
     role = raw.get("role")
     if not isinstance(role, str) or not role:
-        found = "is missing" if role is None else "is empty" if role == "" else f"is a JSON {_json_type(role)}"
+        found = "is missing" if role is None else "is empty" if role == "" else f"is a JSON {json_type(role)}"
         raise InputError(f"{where}: role {found}; must be text")
     # Text under another name than engines know would be asked as an empty message.
     if any(raw.get(name) for name in ("parts", "text")) and not raw.get("content"):
@@ -400,7 +449,7 @@ def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str |
     if content is None or isinstance(content, str):
         return [] if content is None else content, []
     if not isinstance(content, list):
-        raise InputError(f"{where}: content is a JSON {_json_type(content)}; must be text or a list of text parts")
+        raise InputError(f"{where}: content is a JSON {json_type(content)}; must be text or a list of text parts")
     # Parts that are not text (images, audio) cannot be left out without changing the question.
     if engine == "vllm" and content and not any(isinstance(part, dict) and _is_typed(part) for part in content):
         raise LeftOut(where, "messages in an unread form")
@@ -464,40 +513,7 @@ def _is_system(name: str) -> bool:
 
 
 def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
-    messages: list[Message] = []
-    for i, raw in enumerate(_items(lookup, "conversations", where)):
-        item = f"{where}: conversations[{i}]"
-        if not isinstance(raw, dict):
-            raise InputError(f"{item}: is a JSON {_json_type(raw)}; must be an object with from and value")
-        # Roles have other names than in the OpenAI style.
-        role = _SHAREGPT_ROLES.get(raw["from"]) if isinstance(raw.get("from"), str) else None
-        if role is None:
-            names = ", ".join(sorted(_SHAREGPT_ROLES))
-            raise InputError(f"{item}: unknown role {quoted(raw.get('from'))}; must be one of {names}")
-        if raw["from"] == "function_call":
-            content: list[str] | str = "" if engine == "sglang" else []
-            messages.append(Message(role=role, content=content, tool_calls=_calls(raw.get("value"), item)))
-            continue
-        if not isinstance(raw.get("value"), str):
-            raise InputError(f"{item}: value is a JSON {_json_type(raw.get('value'))}; must be text")
-        messages.append(Message(role=role, content=raw["value"]))
-    return messages
-
-
-def _calls(value: Any, where: str) -> list[dict[str, Any]]:
-    """Tool calls of a ShareGPT message: an object with name and arguments or `parameters` (Llama's models write these),
-    or one of OpenAI's, or a list of such, as they are or in JSON."""
-    found = decoded(value)
-    calls = [
-        call["function"] if isinstance(call, dict) and isinstance(call.get("function"), dict) else call
-        for call in (found if isinstance(found, list) else [found])
-    ]
-    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
-        raise InputError(f"{where}: value of a function_call must be JSON with a name and arguments")
-    functions = [
-        {"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))} for call in calls
-    ]
-    return [{"type": "function", "function": function} for function in functions]
+    return sharegpt_messages(_items(lookup, "conversations", where), engine, where)
 
 
 def _turns(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
@@ -528,7 +544,7 @@ assert set(_PARSERS) == set(get_args(Shape)) == set(DEFAULT_COLUMNS)
 def _items(lookup: Lookup, name: str, where: str) -> list[Any]:
     items = decoded(lookup(name))  # a table may hold JSON
     if not isinstance(items, list) or not items:
-        found = "is missing" if items is None else f"is a JSON {_json_type(items)}" if items != [] else "is empty"
+        found = "is missing" if items is None else f"is a JSON {json_type(items)}" if items != [] else "is empty"
         raise InputError(f"{where}: {name} {found}; must be a list of at least one")
     return items
 
@@ -568,7 +584,7 @@ def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, wh
     group = lookup(source.group_field)
     if group is None or (isinstance(group, str | int) and str(group)):
         return None if group is None else str(group)
-    raise InputError(f"{where}: {source.group_field} is a JSON {_json_type(group)}; must be text or a number")
+    raise InputError(f"{where}: {source.group_field} is a JSON {json_type(group)}; must be text or a number")
 
 
 def _counter(source: FileSource | DatasetSource | TargetSource, lookup: Lookup) -> str:
@@ -580,8 +596,3 @@ def _counter(source: FileSource | DatasetSource | TargetSource, lookup: Lookup) 
 
 def _digest(value: Any) -> str:
     return fingerprint.of_json(value)[:_ID_DIGITS]
-
-
-def _json_type(value: Any) -> str:
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
-    return names.get(type(value), "null" if value is None else type(value).__name__)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import InputError
 from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
 from .chat_template import arguments_of_sglang
-from .conversation import Engine, PromptEnd
+from .conversation import PASSED_OVER, Engine, PromptEnd
 from .logs.anthropic import MESSAGES_API, MessagesForm
 from .logs.chat import MOST_TOKENS, LeftOut, Reason, decoded
 from .logs.parsing import number
@@ -36,6 +36,7 @@ _ADAPTERS: dict[Engine, tuple[str, ...]] = {
     "sglang": ("lora_path",),
 }
 _SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message")
+_OURS_OR_THE_ENGINES = (*_SET_BY_ENGINE, MESSAGES_API, PASSED_OVER)
 _REFUSED_BY_SGLANG = ("tools", *_SET_BY_ENGINE)
 _EFFORTS = (
     "none",
@@ -149,7 +150,7 @@ def template_args(lookup: Lookup, engine: Engine, where: str, reserved: Collecti
     told = {"tools"} if given.get("tools") == [] and engine == "vllm" else set()
     if (there & RESERVED_ARGS) - allowed - told:
         raise LeftOut(where, "reserved template argument")
-    found = {name: value for name, value in given.items() if name not in _SET_BY_ENGINE}
+    found = {name: value for name, value in given.items() if name not in _OURS_OR_THE_ENGINES}
     documents, effort = lookup("documents"), lookup("reasoning_effort")
     if engine == "sglang":
         own = {name: value for name, value in found.items() if name != "reasoning_effort" or value is not None}
@@ -392,6 +393,12 @@ def validated(model: type[M], values: dict[str, Any], where: str) -> M:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise InputError(f"{where}: {field}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+
+
+def json_type(value: Any) -> str:
+    """Name of a value's type in JSON, for a message."""
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    return names.get(type(value), "null" if value is None else type(value).__name__)
 
 
 def quoted(value: Any) -> str:

@@ -444,8 +444,8 @@ class CaptureSettings(_Section):
     A dialogue whose generated answers outgrow the context ends there; the manifest lists what was left out."""
     ask_unproven: bool = False
     """Ask also prompts that no log shows to be the served ones, where that is in doubt: vLLM has code in place of the
-    target's chat template (gpt-oss, DeepSeek V3.2, Mistral's tokenizers, …), or the log may lack the system prompt
-    (LiteLLM's of `/v1/messages`). Absent: they are left out."""
+    target's chat template (gpt-oss, DeepSeek V3.2, Mistral's tokenizers, …), the log may lack the system prompt
+    (LiteLLM's of `/v1/messages`), or an `extra_body` may not have been taken. Absent: they are left out."""
     answers: Path | None = None
     """Answers that this target gave before (`draftforge capture --answers-to`): they are not drawn anew."""
     backend: Backend = TransformersBackend()

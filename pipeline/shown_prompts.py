@@ -98,7 +98,7 @@ def _rendered(tokenizer: Any, check: PromptCheck, one: Conversation, turn: Turn,
         refusal = check.refusal(one, turn.index)
         if refusal is not None:
             return {"refused": refusal, **waits}
-        prompt = turn_prompt(tokenizer, one, turn, answers)
+        prompt = turn_prompt(tokenizer, *check.as_asked(one, turn), answers)
         ids = ids_of_prompt(tokenizer, prompt)
     except InputError as error:
         return {"refused": str(error), **waits}

@@ -94,6 +94,8 @@ class Entry:
     """Whether the year of the times is known; if not, only their differences mean something."""
     pieces: Sequence[str] | None = None
     """The markup around the contents of its messages, where they come from a rendered prompt."""
+    passed_over: Mapping[str, Any] | None = None
+    """The line's request without the fields of its `extra_body`, where nothing tells whether a server took them."""
 
 
 class JoinedLines(Protocol):
@@ -136,7 +138,7 @@ class ObjectReader:
         return ()
 
 
-_MOST_ENCODINGS = 3
+_MOST_ENCODINGS, _EXTRA = 3, "extra_body"
 _REQUEST_FIELDS = (
     *("tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs", "reasoning", "reasoning_effort"),
     *("add_generation_prompt", "continue_final_message", "truncate_prompt_tokens", "messages", "request"),
@@ -172,10 +174,19 @@ def _printed(text: str) -> Any:
 def body_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Request body with the fields of `extra_body` in place of its own, as OpenAI's client sends them; an `extra_body`
     among these is a field that no server knows."""
-    extra = request.get("extra_body")
-    if not isinstance(extra, dict):
-        return {**request}
-    return {name: value for name, value in {**request, **extra}.items() if name != "extra_body"}
+    extra = request.get(_EXTRA)
+    return as_it_stands({**request, **extra} if isinstance(extra, dict) else request)
+
+
+def as_it_stands(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Request body as a server takes it that was sent an `extra_body`, a field that it does not know."""
+    return {name: value for name, value in request.items() if name != _EXTRA}
+
+
+def read_otherwise(request: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Request body as it stands, where its `extra_body` makes another one of it; None: there is one way to read it."""
+    there = request is not None and isinstance(request.get(_EXTRA), dict)
+    return as_it_stands(request) if request is not None and there else None
 
 
 def settings_beside(request: Mapping[str, Any], body: Any, *around: Any) -> bool:

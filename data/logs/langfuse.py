@@ -10,7 +10,18 @@ from typing import Any
 
 from ...errors import InputError
 from . import anthropic
-from .chat import Entry, Reason, Timing, body_of, count, decoded, labels, settings_beside, with_answer
+from .chat import (
+    Entry,
+    Reason,
+    Timing,
+    body_of,
+    count,
+    decoded,
+    labels,
+    read_otherwise,
+    settings_beside,
+    with_answer,
+)
 from .parsing import number, seconds
 from .response import answer_of, is_of_messages_api
 
@@ -50,8 +61,11 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
 
     # 2) The request: model parameters, and the input, which is a request body or bare messages.
     given = decoded(value.get("input"))
+    if isinstance(given, dict) and "extra_body" in given:
+        given = given | {"extra_body": decoded(given["extra_body"])}
     answered = is_of_messages_api(decoded(value.get("output")))
-    request, reason = _request(given, _parameters(decoded(_either(value, "model_parameters"))), engine, answered)
+    parameters = _parameters(decoded(_either(value, "model_parameters")))
+    request, reason = _request(given, parameters, engine, answered)
     reason = _refusal(value, given, request) or reason
 
     # 3) Labels; a session, or else a trace, is a thread.
@@ -65,9 +79,13 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         reason = "text cut by the log" if mark == _CUT else "message part that is not text"
     if reason is None and settings_beside(request, given, value):
         reason = "settings beside the request"
+    # What a client's own settings hold was sent as the client sends it; an input may be a body as it was sent.
+    other = None
     if reason is None:
         line |= {"request": request, "messages": with_answer(request["messages"], _answer(value.get("output")))}
-    yield Entry(where, line, reason, _timing(value))
+        sent = read_otherwise(given) if isinstance(given, dict) else None
+        other = None if sent is None else _request(sent, parameters, engine, answered)[0]
+    yield Entry(where, line, reason, _timing(value), passed_over=other)
 
 
 def _either(value: Mapping[str, Any], name: str) -> Any:
@@ -116,7 +134,7 @@ def _request(
     `answered`: whether its output is a response of the Messages API, or else of chat completions; None: neither.
     """
     # 1) The body. A list of one list is what LangChain hands on.
-    body = given if isinstance(given, dict) else {"messages": given}
+    body = body_of(given) if isinstance(given, dict) else {"messages": given}
     if "messages" not in body and "role" in body:
         body = {"messages": [body]}
     messages = decoded(body.get("messages"))
@@ -133,6 +151,7 @@ def _request(
         return {}, "messages in an unread form"
 
     # 3) The whole, in the shape of chat completions.
+    parameters = body_of(parameters)
     if "stop_sequences" in parameters:  # LangChain's name
         parameters["stop"] = parameters.pop("stop_sequences")
     request = parameters | {name: decoded(item) for name, item in body.items()} | {"messages": read}
@@ -140,7 +159,7 @@ def _request(
         request["tools"] = tools
     if anthropic.is_request(body | {"messages": read}, answered):
         return anthropic.request_of(request, engine)
-    return body_of(request), None
+    return request, None
 
 
 def _message(given: Any) -> dict[str, Any] | None:

@@ -13,7 +13,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import anthropic
-from .chat import RESPONSES, Entry, Reason, Timing, body_of, decoded, labels, settings_beside, with_answer
+from .chat import (
+    RESPONSES,
+    Entry,
+    Reason,
+    Timing,
+    as_it_stands,
+    body_of,
+    decoded,
+    labels,
+    read_otherwise,
+    settings_beside,
+    with_answer,
+)
 from .parsing import number, seconds
 from .response import (
     answer_of,
@@ -38,20 +50,20 @@ _LONGEST_PATH, _MOST_WORDS = 2000, 3  # of a request line: method, path, version
 def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Iterable[Entry]:
     """Entry of one logged object, which holds one request."""
     # Take the object apart; a reason, or a missing body, ends it here with its times.
-    envelope, body = _request(value)
+    envelope, logged = _request(value)
     wrapper, response = _response(value)
     timing = _timing(value, response)
     path = _path(next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), ""))
     # The path of the Messages API tells how a body is served, whatever the field is called.
     path = path or _messages_path(envelope or value)
+    # A client's call has the fields of an `extra_body` in its body; one with headers, or of a batch, is what was sent.
+    sent = "custom_id" in envelope or any(isinstance(envelope.get(name), Mapping) for name in _HEADERS)
+    body = None if logged is None else as_it_stands(logged) if sent else body_of(logged)
+    other = None if sent else read_otherwise(logged)
     reason = _reason((value, wrapper), response, path, body)
     request = body or {}
-    if reason is None and (
-        path.endswith("/messages") or (not path and anthropic.is_request(request, is_of_messages_api(response)))
-    ):
-        request, reason = anthropic.request_of(request, engine)
-    elif path:  # of chat completions, which pass over this field
-        request = {name: item for name, item in request.items() if name != "system"}
+    if reason is None:
+        request, reason = _chat_request(request, path, response, engine)
     around = {name: item for name, item in envelope.items() if name not in _REQUESTS}
     if reason is None and settings_beside(request, body, around):
         reason = "settings beside the request"
@@ -63,7 +75,19 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     if isinstance(messages, list):
         messages = with_answer(messages, answer_of(response))
     own = {name: item for name, item in value.items() if name not in (*_REQUESTS, *RESPONSES)} if envelope else {}
-    yield Entry(where, {**labels(own), "request": request, "messages": messages}, timing=timing)
+    passed_over = None if other is None else _chat_request(other, path, response, engine)[0]
+    line = {**labels(own), "request": request, "messages": messages}
+    yield Entry(where, line, timing=timing, passed_over=passed_over)
+
+
+def _chat_request(
+    body: Mapping[str, Any], path: str, response: Any, engine: str | None
+) -> tuple[dict[str, Any], Reason | None]:
+    """The chat-completions request of a body, or why it has no prompt of text alone."""
+    if path.endswith("/messages") or (not path and anthropic.is_request(body, is_of_messages_api(response))):
+        return anthropic.request_of(body, engine)
+    # Chat completions pass over this field.
+    return {name: item for name, item in body.items() if name != "system" or not path}, None
 
 
 def _path(text: str) -> str:
@@ -85,24 +109,24 @@ def _messages_path(around: Mapping[str, Any]) -> str:
     return _MESSAGES if any(str(name).lower() == "anthropic-version" for name in headers) else ""
 
 
-def _request(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
+def _request(value: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any] | None]:
     """Split a logged object into the body's envelope (empty: none) and the body (None: only an answer was logged)."""
     # A bare body.
     if "messages" in value:
-        return {}, body_of(value)
+        return {}, value
     # A body under one of the known names, itself perhaps in an HTTP envelope.
     for name in _REQUESTS:
         inner = decoded(value.get(name))
         if not isinstance(inner, dict):
             continue
         if name == "body" or "messages" in inner:
-            return value, body_of(inner)
+            return value, inner
         body = decoded(inner.get("body", inner))
-        return {**value, **inner}, body_of(body) if isinstance(body, dict) else {}
+        return {**value, **inner}, body if isinstance(body, dict) else {}
     # A response alone; anything else is taken for a body, and `records` names what it lacks.
     if any(name in value for name in RESPONSES) or "choices" in value:
         return value, None
-    return {}, body_of(value)
+    return {}, value
 
 
 def _response(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], Any]:

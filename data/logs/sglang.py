@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...storage import parse_json
-from .chat import Entry, JoinedLines, Reason, Timing, body_of, count, line_of
+from .chat import Entry, JoinedLines, Reason, Timing, count, line_of
 from .containers import ContainerLines
 from .parsing import arguments, fields, is_cut, literal, number, seconds, unread_reason, unrender
 
@@ -129,8 +129,7 @@ def _received(obj: Any, where: str, when: float | None) -> Entry:
     # A call of `/tokenize` may hold messages; it alone says whether special tokens are added.
     if "messages" not in obj or "add_special_tokens" in obj:
         return Entry(where, left_out="raw prompt" if "prompt" in obj else "no chat request")
-    request = body_of(obj)
-    line = {"request": request, "messages": request["messages"]}
+    line = {"request": {**obj}, "messages": obj["messages"]}
     return Entry(where, line, None, Timing(started=when), in_flight=False)  # the finished one counts
 
 

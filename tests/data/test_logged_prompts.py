@@ -12,7 +12,7 @@ from log_reading import write_lines
 
 from draftforge.data.chat_template import render, turn_prompt
 from draftforge.data.conversation import Conversation, Message, turns
-from draftforge.data.logged_prompts import OTHER_COUNT, OTHER_PROMPT, UNPROVEN, PromptCheck
+from draftforge.data.logged_prompts import EITHER_WAY, OTHER_COUNT, OTHER_PROMPT, UNPROVEN, PromptCheck
 from draftforge.data.logs.parsing import prompt_digest
 from draftforge.data.mix import build_mix, load_mix
 from draftforge.data.settings import MixSettings
@@ -146,6 +146,48 @@ def test_what_may_have_had_another_prompt_is_asked_where_the_log_shows_the_same_
     assert (f"not compared: of 8 requests {8 - same} have another number" in line) == (same == 1)
     assert "1 not compared, as" not in line
     assert "LiteLLM logs no system prompt that was sent as blocks: where it counts others than the prompt has" in line
+
+
+def test_an_extra_body_is_read_as_the_number_of_tokens_tells(
+    tmp_path: Path, tokenizer: Any, length: Callable[..., int]
+) -> None:
+    """A client's call, of which openai 3.57 sends the fields, and a body with that field, which vLLM passes over."""
+    off = {"enable_thinking": False}
+    sizes = {name: {"client": length(say(name), **off), "wire": length(say(name))} for name in "abcdefgh"}
+    extra: Json = {"extra_body": {"chat_template_kwargs": off}}
+    lines = [
+        *(logged("m", say(name), sizes[name]["client" if name < "e" else "wire"], **extra) for name in "abcdefg"),
+        logged("m", say("h"), 99, **extra),
+        logged("silent", say("nothing told"), None, **extra),
+        logged("silent", say("no other prompt"), None, extra_body={"chat_template_kwargs": {"unread": 1}, "top_k": 3}),
+        # A thread whose last request was one of a client: its first turn goes with that.
+        logged("m", say("one", "two", "three"), length(say("one", "two", "three"), **off), **extra),
+        logged("m", say("x", "y", "z"), length(say("x", "y", "z")), **extra),
+    ]
+    mix = mix_of(tmp_path, lines)
+
+    def ids(check: PromptCheck, name: str) -> list[str | int]:
+        one = mix[name]
+        return [check.refusal(one, turn.index) or len(check.ids(one, turn)) for turn in turns(one)]
+
+    check = PromptCheck(tokenizer, list(mix.values()))
+    assert {name: ids(check, name) for name in "abcdefg"} == {
+        name: [sizes[name]["client" if name < "e" else "wire"]] for name in "abcdefg"
+    }
+    assert ids(check, "h") == [f"{OTHER_COUNT} ({sizes['h']['client']}, logged 99)"]
+    assert ids(check, "nothing told") == [EITHER_WAY]
+    assert ids(check, "no other prompt") == [length(say("no other prompt"))]
+    assert ids(check, "one") == [length(say("one"), **off), length(say("one", "two", "three"), **off)]
+    assert ids(check, "x") == [length(say("x")), length(say("x", "y", "z"))]
+    # Shown prompts are those of the same reading.
+    for name, arguments in (("x", {}), ("one", off)):
+        asked = check.as_asked(mix[name], turns(mix[name])[-1])
+        assert len(turn_prompt(tokenizer, *asked).whole) > 0 and asked[0].template_args.get("enable_thinking") == (
+            arguments.get("enable_thinking")
+        )
+    told = PromptCheck(tokenizer, list(mix.values()), ask_unproven=True)
+    assert ids(told, "nothing told") == [length(say("nothing told"), **off)]
+    assert ids(told, "h") == ids(check, "h") and ids(told, "e") == ids(check, "e")
 
 
 def test_each_turn_of_a_thread_has_the_time_and_the_prompt_of_its_own_request(

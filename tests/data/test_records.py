@@ -1,10 +1,12 @@
 """Shapes of log lines, and the one-line errors for those that break a rule."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from draftforge.data.conversation import PASSED_OVER
 from draftforge.data.logs.chat import LeftOut
 from draftforge.data.records import Record, parse
 from draftforge.data.settings import FileSource, Shape
@@ -278,12 +280,47 @@ def test_lines_that_are_left_out(shape: Shape, line: dict[str, Any], reason: str
 
 def test_a_line_is_a_request_body() -> None:
     extra = {"chat_template_kwargs": {"enable_thinking": False}}
-    record = read({"messages": [USER], "extra_body": extra, "presence_penalty": 1.0, "stop": ["x"]})
+    record = read({"messages": [USER], **extra, "presence_penalty": 1.0, "stop": ["x"]})
     assert record.template_args == {"enable_thinking": False} and record.unfollowed == ("presence_penalty", "stop")
     record = read({"messages": [USER, {"role": "assistant", "content": "Hm"}], "images": []})
     assert record.prompt_end == "opened" and len(record.messages) == 2  # the last one is the logged answer
     high = {"enable_thinking": True, "reasoning_effort": "high"}
     assert read({"messages": [USER], "reasoning_effort": {"effort": "high", "summary": "x"}}).template_args == high
+
+
+def as_sent(record: Record) -> dict[str, Any] | None:
+    """What a record's other reading has in place of its own; None: there is one reading."""
+    found: dict[str, Any] | None = (record.template_args or {}).get(PASSED_OVER)
+    return found
+
+
+@pytest.mark.parametrize("wrap", [lambda body: body, lambda body: {"messages": [USER], "request": body}])
+def test_a_request_with_an_extra_body_has_two_readings(wrap: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """openai 3.57 puts its fields into the body, over those of the call; a body sent with that field has none of them:
+    vLLM 0.32 passes over it."""
+    off, tools = {"chat_template_kwargs": {"enable_thinking": False}}, [{"name": "look", "input_schema": {}}]
+    own: dict[str, Any] = {"messages": [USER], "chat_template_kwargs": {"a": 1}}
+    record = read(wrap({**own, "extra_body": {**off, "tools": tools}}))
+    assert {**(record.template_args or {}), PASSED_OVER: 0} == {"enable_thinking": False, PASSED_OVER: 0}
+    assert record.tools is not None
+    assert as_sent(record) == {"tools": None, "template_args": {"a": 1}, "prompt_end": "opened"}
+    # A text as an extra body is none, and what shapes no prompt, or is there anyway, makes no other one.
+    same: list[Any] = [{}, "x", {"top_k": 5}, {"chat_template_kwargs": {"a": 1}}, {"extra_body": off}, {"tools": []}]
+    for extra in same:
+        one = read(wrap({**own, "extra_body": extra}))
+        assert one.template_args == {"a": 1} and one.id != record.id
+    # A prefill continues the message that would else be an answer.
+    said = [USER, {"role": "assistant", "content": "So"}]
+    record = read({"messages": said, "extra_body": {"continue_final_message": True, "add_generation_prompt": False}})
+    assert record.prompt_end == "prefill" and as_sent(record) is not None
+    assert (as_sent(record) or {})["prompt_end"] == "opened"
+    # Another system prompt is another list of messages.
+    record = read({"messages": [USER], "extra_body": {"messages": [{"role": "system", "content": "x"}, USER]}})
+    assert [role for role, _ in shown(record)] == ["system", "user"]
+    assert [one["role"] for one in (as_sent(record) or {})["messages"]] == ["user"]
+    # Without its fields no server takes this one, so it was sent as the client sends it.
+    record = read({"messages": [USER], "tools": "none", "extra_body": {"tools": tools}})
+    assert record.tools is not None and as_sent(record) is None
 
 
 def test_fields_of_a_table_are_text() -> None:

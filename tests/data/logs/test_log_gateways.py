@@ -11,6 +11,7 @@ import pytest
 from log_reading import SAMPLES, read_log, write_lines
 
 from draftforge.data.chat_template import without_billing
+from draftforge.data.conversation import PASSED_OVER
 from draftforge.errors import InputError
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -414,6 +415,22 @@ def test_langfuse_tools(tmp_path: Path, given: Any) -> None:
     line = {"type": "GENERATION", "input": given, "tool_definitions": {"clock": "{}"}}
     read = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(line)), "langfuse")
     assert read.talks == [[("user", ASK[0]["content"])]] and read.records[0].tools == [FUNCTION]
+
+
+@pytest.mark.parametrize("encode", [lambda value: value, json.dumps])
+def test_langfuse_and_litellm_tell_what_a_clients_extra_body_sent(tmp_path: Path, encode: Any) -> None:
+    """LiteLLM 1.110 puts the fields into the body that it sends; an input may be a body with that very field."""
+    off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    lines = [
+        {"type": "GENERATION", "input": {"messages": ASK, "extra_body": encode(off["extra_body"])}},
+        {"type": "GENERATION", "input": ASK, "model_parameters": encode(off)},
+    ]
+    (body, client) = read_log(write_lines(tmp_path / "o.jsonl", *map(json.dumps, lines)), "langfuse").records
+    line = payload(messages=ASK, model_parameters=encode(off))
+    (sent,) = read_log(write_lines(tmp_path / "l.jsonl", line), "litellm").records
+    assert client.template_args == sent.template_args == {"enable_thinking": False}
+    other: dict[str, Any] = {"tools": None, "template_args": {}, "prompt_end": "opened"}
+    assert body.template_args == {"enable_thinking": False, PASSED_OVER: other}
 
 
 def test_langfuse_calls_in_langchains_form(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_sample_gives_conversations_settings_and_times() -> None:
     assert [record.sampling for record in read.records] == [
         SamplingSettings(temperature=0.7, top_p=0.9),
         SamplingSettings(),
-        SamplingSettings(temperature=1.0, top_k=20),
+        None,  # an `extra_body` that was sent over HTTP is a field that no server knows
         None,
         None,
         SamplingSettings(temperature=0.2, min_p=0.05),
@@ -40,7 +40,7 @@ def test_sample_gives_conversations_settings_and_times() -> None:
     assert (first.prompt_tokens, first.answer_tokens) == (41, 12)
     assert (streamed.started, streamed.ended, streamed.answer_tokens) == (1795860010.0, 1795860011.5, 3)
     assert (enveloped.started, enveloped.ended) == (1795860020.0, 1795860021.0)
-    assert enveloped.template_args == {"enable_thinking": True}
+    assert enveloped.template_args == {}
     assert called.messages[1].tool_calls == [
         {"id": "a", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}},
         {"id": "b", "type": "function", "function": {"name": "clock", "arguments": "{}"}},
@@ -245,3 +245,23 @@ def test_an_extra_body_inside_of_another_is_none(tmp_path: Path) -> None:
     line = json.dumps({"request": {"messages": [USER], "extra_body": extra}})
     (record,) = read_log(write_lines(tmp_path / "log.jsonl", line), "openai").records
     assert record.tools is None and record.sampling == SamplingSettings(temperature=1, top_k=5)
+
+
+@pytest.mark.parametrize(
+    "line, merged, doubted",
+    [
+        ({"request": {"messages": [USER], "extra_body": OFF}}, True, True),
+        ({"messages": [USER], "extra_body": OFF}, True, True),
+        ({"request": {"path": "/v1/chat/completions", "body": {"messages": [USER], "extra_body": OFF}}}, True, True),
+        ({"request": {"headers": {"a": "b"}, "body": {"messages": [USER], "extra_body": OFF}}}, False, False),
+        ({"custom_id": "1", "body": {"messages": [USER], "extra_body": OFF}}, False, False),
+        ({"request": {"messages": [USER], "system": "s", "extra_body": OFF}, "response": ANTHROPIC}, True, True),
+    ],
+)
+def test_a_body_with_headers_or_of_a_batch_is_what_was_sent(line: dict[str, Any], merged: bool, doubted: bool) -> None:
+    (entry,) = entries(line, "log:1")
+    assert entry.left_out is None and ("chat_template_kwargs" in entry.line["request"]) == merged
+    assert (entry.passed_over is not None) == doubted
+    if entry.passed_over is not None:
+        assert "chat_template_kwargs" not in entry.passed_over
+        assert entry.passed_over["messages"] == entry.line["request"]["messages"]

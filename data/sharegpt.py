@@ -1,0 +1,58 @@
+"""ShareGPT conversations: lists of objects with `from` and `value`, and the calls of tools inside of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import InputError
+from .conversation import ROLES, Engine, Message
+from .logs.chat import decoded
+from .served_request import json_type, quoted
+
+SHAREGPT_ROLES: dict[str, str] = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    **dict(zip(ROLES, ROLES)),
+}
+
+
+def sharegpt_messages(items: Sequence[Any], engine: Engine, where: str) -> list[Message]:
+    """Messages of a ShareGPT conversation as its engine takes them. Raises InputError."""
+    messages: list[Message] = []
+    for i, raw in enumerate(items):
+        item = f"{where}: conversations[{i}]"
+        if not isinstance(raw, dict):
+            raise InputError(f"{item}: is a JSON {json_type(raw)}; must be an object with from and value")
+        # Roles have other names than in the OpenAI style.
+        role = SHAREGPT_ROLES.get(raw["from"]) if isinstance(raw.get("from"), str) else None
+        if role is None:
+            names = ", ".join(sorted(SHAREGPT_ROLES))
+            raise InputError(f"{item}: unknown role {quoted(raw.get('from'))}; must be one of {names}")
+        if raw["from"] == "function_call":
+            content: list[str] | str = "" if engine == "sglang" else []
+            messages.append(Message(role=role, content=content, tool_calls=_calls(raw.get("value"), item)))
+            continue
+        if not isinstance(raw.get("value"), str):
+            raise InputError(f"{item}: value is a JSON {json_type(raw.get('value'))}; must be text")
+        messages.append(Message(role=role, content=raw["value"]))
+    return messages
+
+
+def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """Tool calls of a ShareGPT message: an object with name and arguments or `parameters` (Llama's models write these),
+    or one of OpenAI's, or a list of such, as they are or in JSON."""
+    found = decoded(value)
+    calls = [
+        call["function"] if isinstance(call, dict) and isinstance(call.get("function"), dict) else call
+        for call in (found if isinstance(found, list) else [found])
+    ]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise InputError(f"{where}: value of a function_call must be JSON with a name and arguments")
+    functions = [
+        {"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))} for call in calls
+    ]
+    return [{"type": "function", "function": function} for function in functions]
