@@ -93,27 +93,27 @@ def inspect_mix(
     overrides: Overrides = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="PLACE", help="Also write a page (FILE.html), or pictures into a new folder."),
+        typer.Option("--out", metavar="FILE.html", help="Also write one page, with charts."),
     ] = None,
     prompts: Annotated[
         int | None, typer.Option("--prompts", min=1, help="Show so many turns as the target reads them, instead.")
     ] = None,
     domain: Annotated[str | None, typer.Option("--domain", help="With --prompts: only of this domain.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --prompts: one JSON object a line.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object; with --prompts one a line.")] = False,
 ) -> None:
-    """Compare the mix with the log it comes from: shares, lengths, copies, redactions, contamination.
+    """Say what needs attention in the mix; compare it with its log: shares, lengths, copies, contamination.
 
     Example: draftforge inspect-mix configs/demo.yaml --out mix.html
     """
-    if prompts is None and (domain is not None or as_json):
-        raise InputError(f"--{'json' if as_json else 'domain'}: is of --prompts, which is not given")
+    if prompts is None and domain is not None:
+        raise InputError(f"--domain {domain}: is of --prompts, which is not given")
     if prompts is not None and out is not None:
         raise InputError(f"--out {out}: is of the tables; give it without --prompts")
     loaded = _load(recipe, overrides)
     from .pipeline import mix_report, shown_prompts
 
     if prompts is None:
-        mix_report.inspect_mix(loaded, out)
+        mix_report.inspect_mix(loaded, out, as_json)
     else:
         shown_prompts.show_prompts(loaded, prompts, domain, as_json)
 

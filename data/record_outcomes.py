@@ -23,7 +23,8 @@ from .settings import LABEL, DatasetSource, FileSource, Shape, Source, TargetSou
 JOINED: Reason = "joined with another line"
 _NO_TURN: Reason = "no turn to answer"
 _IDLE = ("no chat request", "health check")  # what no decoding engine was busy with
-_NO_CHAT = ("other log line", JOINED, "logged twice", *_IDLE)  # what no domain misses
+NO_CHAT = ("other log line", JOINED, "logged twice", *_IDLE)
+"""Reasons of lines that are no request of their own: no domain misses them."""
 MOST_PLACES = 32  # kept of each reason
 OVER_LIMIT, COPY, BROKEN = "over its source's limit", "exact copy", "broken rule"
 UNFINISHED = "prompt that the target did not finish"
@@ -94,7 +95,7 @@ class SourceCounts:
             raise InputError(outcome.broken)
         reason = outcome.left_out or BROKEN
         self._note_place(reason, outcome.where, outcome.broken)
-        if outcome.domain and outcome.left_out not in _NO_CHAT:
+        if outcome.domain and outcome.left_out not in NO_CHAT:
             self.domains.setdefault(outcome.domain, Counter())[reason] += 1
 
     def leave_out(self, record: Record, reason: str) -> None:

@@ -1,9 +1,10 @@
-"""`draftforge inspect-mix`: the mix beside the log that it comes from, as tables, and on request as charts.
+"""`draftforge inspect-mix`: what needs attention in a mix, and the mix beside its log, as tables or one page.
 
 Shares and lengths of the log, the mix and the holdout; distances between them; copies, redactions, contamination, and
 requests in flight.
 """
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from rich.console import Console
 
 from .. import __version__, storage
 from ..data.conversation import SPLITS
@@ -25,6 +27,8 @@ from ..progress import say
 from ..recipe import Recipe
 from ..specdec.target_settings import TargetSettings
 from ..specdec.targets import context_length
+from .mix_headline import NOTHING, Headline, headline
+from .shown_prompts import sample_prompts
 from .stages import Stages, mix_stage
 from .workspace import Workspace
 
@@ -44,34 +48,38 @@ class Table(NamedTuple):
     cells: Cells
     note: str
 
+    @property
+    def line(self) -> str:
+        """Its only row as a line, each cell behind the name of its column; empty: it has more rows."""
+        if len(self.cells) != 2:
+            return ""
+        return ", ".join(f"{name} {cell}" for name, cell in zip(*self.cells) if cell)
+
 
 def check_out(out: Path) -> None:
-    """Raise InputError unless `out` is a page to write or a folder to make."""
-    if out.suffix == ".html":
-        if out.is_dir():
-            raise InputError(f"--out {out}: is a folder; must be a file to write")
-    elif out.exists():
-        raise InputError(f"--out {out}: exists; give a new folder, or a file that ends in .html")
+    """Raise InputError unless `out` is a page to write."""
+    if out.suffix != ".html":
+        raise InputError(f"--out {out}: must end in .html")
+    if out.is_dir():
+        raise InputError(f"--out {out}: is a folder; must be a file to write")
 
 
-def write_page(out: Path, name: str, tables: Sequence[Table], found: Profile) -> None:
-    """Write one HTML file in the style of a run's report: one section for each table, with its chart above it."""
+def write_page(out: Path, name: str, head: Headline, tables: Sequence[Table], found: Profile) -> None:
+    """Write one HTML file in the style of a run's report: the headline, then a section for each table, its chart
+    above it."""
     # One section for each table; its anchor is made of the title.
     charts = mix_charts(found)
-    sections: dict[str, str] = {}
-    by_section: dict[str, list[Table]] = {}
-    for table in tables:
-        anchor = table.title.lower().replace(" ", "-")
-        sections[anchor] = table.title
-        by_section[anchor] = [table]
+    by_section = {table.title.lower().replace(" ", "-"): table for table in tables}
     # "By KEY" tables have the chart of that key; most other tables have none.
-    drawn = {anchor: charts.get(anchor.removeprefix("by-")) for anchor in sections}
-    captions = {anchor: _LENGTHS_CAPTION if anchor == "lengths" else _SHARES_CAPTION for anchor in sections}
+    drawn = {anchor: charts.get(anchor.removeprefix("by-")) for anchor in by_section}
+    captions = {anchor: _LENGTHS_CAPTION if anchor == "lengths" else _SHARES_CAPTION for anchor in by_section}
     page = render(
         "mix.html.jinja",
         name=name,
         version=__version__,
-        sections=list(sections.items()),
+        sections=[(anchor, table.title) for anchor, table in by_section.items()],
+        headline=head,
+        nothing=NOTHING,
         charts=drawn,
         captions=captions,
         tables=by_section,
@@ -79,22 +87,12 @@ def write_page(out: Path, name: str, tables: Sequence[Table], found: Profile) ->
     storage.write_bytes(out, page.encode())
 
 
-def write_charts(out: Path, found: Profile) -> None:
-    """Write a folder of charts, each a stand-alone SVG file."""
-    with storage.new_folder(out) as folder:
-        for name, chart in mix_charts(found).items():
-            title = "Tokens, at most" if name == "lengths" else f"By {name}"
-            (folder / f"{name}.svg").write_text(svg.sheet([(title, chart)]))
-
-
 def mix_charts(found: Profile) -> dict[str, svg.Chart]:
     """Charts by name: shares of each label, shares of days, lengths."""
     charts = {}
     for one in found.shares:
-        if one.key == DAY and len(one.labels) > 1:
-            charts[one.key] = _day_chart(one)
-        elif one.key not in (DAY, JOINT):
-            charts[one.key] = _share_chart(one)
+        if one.key != JOINT and len(one.labels) > 1:
+            charts[one.key] = _day_chart(one) if one.key == DAY else _share_chart(one)
     charts["lengths"] = _length_chart(found)
     return charts
 
@@ -159,6 +157,7 @@ def _length_chart(found: Profile) -> svg.Chart:
 
 
 _MOST_ROWS = 12
+_COMPARED = 200  # turns whose prompts are compared with the log
 _TURNS = {
     "holdout_turns": "turns in the holdout",
     "asked_in_train": "of them asked in this mix's train",
@@ -167,30 +166,46 @@ _TURNS = {
 _NOT_TIMED = {"untimed": "without times", "zero_length": "of no length", "skewed": "of two clocks"}
 
 
-def inspect_mix(recipe: Recipe, out: Path | None) -> None:
-    """Show the recipe's mix, made where it is missing; write a page (`.html`) or a folder of charts to `out`."""
+def inspect_mix(recipe: Recipe, out: Path | None, as_json: bool = False) -> None:
+    """Show the recipe's mix, made where it is missing, as text or one JSON object; write a page (`.html`) to `out`."""
     if out is not None:
         check_out(out)
     space = Workspace(recipe)
     with space.alone():
         folder = mix_stage(Stages(space)).folder
         if space.first_rank:
-            _show_mix(recipe, folder, out)
+            _show_mix(recipe, folder, out, as_json)
 
 
-def _show_mix(recipe: Recipe, folder: Path, out: Path | None) -> None:
-    """Print the tables of a mix folder, and write its page or charts to `out`."""
-    found = profile(folder)
-    tables = tables_of(found, _known_context(recipe.target), recipe.retrain.old_share)
-    for title, cells, note in tables:
-        show_cells(title, cells, [""] * (len(cells) - 1), note, numeric=cells[0][1:])
-    if out is None:
-        return
-    if out.suffix == ".html":
-        write_page(out, recipe.name, tables, found)
+def _show_mix(recipe: Recipe, folder: Path, out: Path | None, as_json: bool) -> None:
+    """Print headline and tables of a mix folder, and write its page to `out`."""
+    found, context = profile(folder), _known_context(recipe.target)
+    head = headline(found, recipe, context, sample_prompts(recipe, folder, _COMPARED))
+    tables = tables_of(found, context, recipe.retrain.old_share)
+    if as_json:
+        notices = [notice._asdict() for notice in head.notices]
+        shown = {"needs_attention": notices, "note": head.note, "tables": [table._asdict() for table in tables]}
+        print(json.dumps(shown, ensure_ascii=False))
     else:
-        write_charts(out, found)
-    say(f"{out}: written")
+        _print(head, tables)
+    if out is not None:
+        write_page(out, recipe.name, head, tables, found)
+        say(f"{out}: written")
+
+
+def _print(head: Headline, tables: Sequence[Table]) -> None:
+    """Print the headline, then each table; one of a single row is a line."""
+    console = Console(highlight=False)
+    console.print("Needs attention" if head.notices else NOTHING, style="bold yellow" if head.notices else "bold green")
+    for about, text in head.notices:
+        console.print(f"- {about}: {text}", markup=False, soft_wrap=True)
+    console.print(f"({head.note})\n", style="dim", markup=False, soft_wrap=True)
+    for table in tables:
+        title, cells, note = table
+        if table.line:
+            console.print(f"{title}: {table.line}\n{note}", markup=False, soft_wrap=True)
+        else:
+            show_cells(title, cells, [""] * (len(cells) - 1), note, console, numeric=cells[0][1:])
 
 
 def _known_context(settings: TargetSettings) -> int | None:
@@ -209,9 +224,11 @@ def tables_of(found: Profile, context: int | None = None, old_share: float = 0.0
     `context`: positions of the target. `old_share`: share of old conversations in the train split of a retraining.
     """
     shares = [one for one in found.shares if one.key != JOINT]
+    same = {one.key: one.labels[0] for one in shares if len(one.labels) == 1}
     return [
         _fates(found, context, old_share),
-        *(_shares(one, found) for one in shares if len(one.labels) > 1 or one.key != DAY),
+        *(_shares(one, found) for one in shares if len(one.labels) > 1),
+        *([Table("Of every record", [list(same), list(same.values())], "the same in the whole log")] if same else []),
         _distances(found.shares),
         _lengths(found),
         *_in_flight(found),
@@ -326,9 +343,11 @@ def _in_flight(found: Profile) -> list[Table]:
 
 def _redacted(found: Profile) -> list[Table]:
     """Table of redacted personal data and secrets by kind; none where nothing was redacted."""
-    kinds = found.manifest["redacted"]
-    cells = [["kind", "replaced"], *([kind, str(count)] for kind, count in kinds.items())]
-    return [Table("Personal data and secrets", cells, "in all that was read, copies included")] if kinds else []
+    kinds: dict[str, int] = found.manifest["redacted"]
+    cells = [["kind", "replaced"], *([kind, str(count)] for kind, count in kinds.items() if count)]
+    none = ", ".join(kind for kind, count in kinds.items() if not count)
+    note = "in all that was read, copies included" + (f"; not found: {none}" if none else "")
+    return [Table("Personal data and secrets", cells, note)] if any(kinds.values()) else []
 
 
 def _contamination(found: Profile) -> Table:

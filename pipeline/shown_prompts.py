@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,10 +17,11 @@ from ..data.conversation import Conversation, Turn, as_served, turns
 from ..data.logged_prompts import PromptCheck
 from ..data.mix import LEFT_OUT, ORIGINS, load_log, load_manifest, load_mix
 from ..data.split import unit
-from ..errors import InputError
+from ..errors import DraftforgeError, InputError
 from ..progress import say
 from ..recipe import Recipe
 from ..specdec.targets import context_length, load_target_tokenizer, rendered_by_vllm, sampling_defaults
+from .mix_headline import PromptSample
 from .stages import Stages, mix_stage
 from .workspace import Workspace
 
@@ -49,17 +51,40 @@ def show_prompts(recipe: Recipe, count: int, domain: str | None, as_json: bool) 
         _print(console, record)
 
 
+def sample_prompts(recipe: Recipe, folder: Path, count: int) -> PromptSample | None:
+    """Compare the prompts of at most `count` turns of a mix, an even sample by hash, with what its log tells of them.
+
+    None: the target's tokenizer is not on this disk, or cannot be read.
+    """
+    if not Path(recipe.target.model).expanduser().exists():
+        return None
+    mix = load_mix(folder)
+    try:
+        tokenizer, own_code = load_target_tokenizer(recipe.target), rendered_by_vllm(recipe.target) is not None
+    except DraftforgeError:
+        return None
+    check = PromptCheck(tokenizer, mix, own_code, recipe.capture.ask_unproven)
+    sample = _sampled(mix)[:count]
+    found = (check.refusal(one, turn.index) for one, turn in sample)
+    # Numbers of tokens in a reason differ from turn to turn.
+    return PromptSample(len(sample), Counter(reason.partition(" (")[0] for reason in found if reason is not None))
+
+
+def _sampled(conversations: Sequence[Conversation]) -> list[tuple[Conversation, Turn]]:
+    """Turns that count in the order of their hashes: the first ones are an even sample."""
+    asked = [(one, turn) for one in conversations for turn in turns(one) if turn.counts]
+    return sorted(asked, key=lambda pair: unit("shown prompts", pair[0].id, str(pair[1].index)))
+
+
 def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> Iterator[Json]:
     """Yield the records of some turns."""
-    # 1) The turns that count, of which those with the smallest hashes are an even sample.
+    # 1) The conversations, as the target's server completes their settings.
     defaults = sampling_defaults(recipe.target)
     mix = as_served(load_mix(folder), defaults)
     conversations = [one for one in mix if domain in (None, one.domain)]
     if not conversations:
         known = sorted({name for of in load_manifest(folder)["conversations"].values() for name in of})
         raise InputError(f"--domain {domain}: the mix has no such domain; it has {', '.join(known)}")
-    asked = [(one, turn) for one in conversations for turn in turns(one) if turn.counts]
-    asked.sort(key=lambda pair: unit("shown prompts", pair[0].id, str(pair[1].index)))
 
     # 2) What is told of each: the prompt, how it is answered, where it was logged, and what was changed.
     tokenizer = load_target_tokenizer(recipe.target)
@@ -76,7 +101,7 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
         if fate in LEFT_OUT:
             of = stands_for.setdefault(original, {})
             of[fate] = of.get(fate, 0) + 1
-    for one, turn in asked[:count]:
+    for one, turn in _sampled(conversations)[:count]:
         yield {
             "kind": "prompt",
             "where": one.where,

@@ -1,5 +1,6 @@
 """`inspect-mix` through the command line: tables, a page, pictures, and no target."""
 
+import html
 import json
 import re
 import shutil
@@ -7,13 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from draftforge.cli import app
+from draftforge.data.mix import CONTAMINATED, COPY, NEAR_COPY
+from draftforge.data.traffic_profile import MIX, profile
 from draftforge.errors import InputError
+from draftforge.pipeline.mix_headline import NOTHING, headline
 from draftforge.pipeline.mix_report import check_out
+from draftforge.pipeline.stages import Stages, mix_stage
+from draftforge.pipeline.workspace import Workspace
+from draftforge.recipe import load_recipe
 
 LINES = [
     {
@@ -66,7 +74,7 @@ def test_tables_tell_of_the_log_and_the_mix(recipe: Path) -> None:
         r"97 records read: 60 conversations with 60 turns; left out: 30 over the mix's shares or limit, 7 exact copy",
         r"ones\s+\d+",
         r"t0\.7\s+\d+",
-        r"email\s+97",
+        r"kind email, replaced 97",
         r"of them near this mix's train\s+0",
         r"of them near \S*eval\.jsonl\s+0",
         r"all together\s+0\.\d+ \(0\.\d+",
@@ -85,6 +93,110 @@ def test_tables_tell_of_the_log_and_the_mix(recipe: Path) -> None:
     assert "mix: done" in again or again.count("Lengths") == 1
 
 
+SMALL = ("gate.min_clusters=1", "gate.min_domain_clusters=1", "capture.max_new_tokens=64")
+"""Overrides by which ten conversations are no small holdout, and the log's answers are not too long."""
+
+
+def test_the_headline_is_the_same_in_text_page_and_json(recipe: Path, tmp_path: Path) -> None:
+    """7 copies of 97 records are few; the holdout is small, no prompt fits a context of 20 tokens, answers are long."""
+    told, page = run(recipe), tmp_path / "mix.html"
+    shown = json.loads(run(recipe, "--json", "--out", page).splitlines()[-1])
+    assert [notice["about"] for notice in shown["needs_attention"]] == ["few turns", "cut", "cut"]
+    assert shown["needs_attention"][1]["text"] == "60 of 60 prompts do not fit the target's context of 20 tokens"
+    text = html.unescape(re.sub("<[^>]+>", "", page.read_text()))
+    for notice in shown["needs_attention"]:
+        assert f"- {notice['about']}: {notice['text']}\n" in told
+        assert f"{notice['about']}: {notice['text']}" in text
+    assert "Needs attention\n" in told and f"({shown['note']})" in told and shown["note"] in text
+    titles = [table["title"] for table in shown["tables"]]
+    assert titles[0] == "What became of the log" and all(title in told for title in titles)
+
+
+def test_a_sound_mix_needs_none_and_one_row_is_a_line(asked: Path, tmp_path: Path) -> None:
+    told = run(asked, *SMALL, "--out", tmp_path / "mix.html")
+    assert f"{NOTHING}\n(90 turns were looked at for prompts that are not the logged ones)" in told
+    assert NOTHING in (tmp_path / "mix.html").read_text()
+    assert re.search(r"Personal data and secrets: kind email, replaced \d+\n", told)
+    assert re.search("Of every record: .*tools without", told) and "By tools" not in told
+
+
+def test_a_prompt_that_the_log_does_not_show_is_in_doubt(asked: Path) -> None:
+    """One line of ten counts seven tokens more than its prompt has; as most are right, that one is another prompt."""
+    log = asked.parent / "log.jsonl"
+    # What was redacted is not compared.
+    lines = re.sub(", mail joe[0-9]+@acme.org", "", log.read_text()).splitlines()[: len(LINES)]
+    log.write_text("\n".join(lines))
+    done = CliRunner().invoke(app, ["inspect-mix", str(asked), "--prompts", "200", "--json"])
+    ids = {one["where"]: one["ids"] for one in map(json.loads, done.stdout.splitlines()) if "ids" in one}
+    counts = [len(ids[f"log.jsonl:{number + 1}"]) + (0 if number % 10 else 7) for number in range(len(lines))]
+    logged = [{**json.loads(line), "response": {"usage": {"prompt_tokens": n}}} for line, n in zip(lines, counts)]
+    log.write_text("\n".join(map(json.dumps, logged)))
+    shown = json.loads(run(asked, *SMALL, "--json").splitlines()[-1])
+    (notice,) = shown["needs_attention"]
+    assert notice["about"] == "prompts in doubt"
+    assert notice["text"].startswith(
+        "9 of 90 turns looked at are not asked, 9 of them as its prompt has another number"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "about", "text"),
+    [
+        ({"contamination": {"near_train": 2}}, "contamination", "2 clusters of the holdout are near this mix's train"),
+        ({"contamination": {"near_evaluation_sets": {"e.jsonl": 3}}}, "contamination", "3 clusters .* near e.jsonl"),
+        ({"left_out": {CONTAMINATED: 4}}, "contamination", "4 conversations were left out"),
+        ({"unanswered": {"smalltalk": "copies"}}, "no turns", "nothing is asked of smalltalk"),
+        ({"clusters": {"holdout": 0}}, "few turns", "the holdout has 0 clusters .* gate.min_clusters = 1"),
+        (
+            {"conversations": {"holdout": {"code": 5}}},
+            "few turns",
+            r"support \(0\); below gate.min_domain_clusters = 1",
+        ),
+        (
+            {"left_out": {"failed request": 8, "broken rule": 1, "health check": 40}},
+            "left out",
+            r"17% of the requests \(9 of 54\) are left out: 8 failed request, else broken rule",
+        ),
+        ({"left_out": {COPY: 30, NEAR_COPY: 10}}, "duplicates", r"43% of the log \(40 of 93 records\)"),
+        ({"odd_clocks": {"count": 2, "some": ["1970-01-01 at a:1"]}}, "clocks", r"2 records .* \(1970-01-01 at a:1\)"),
+        ({"in_flight": {"skewed": 5}}, "clocks", "5 requests have times of two clocks"),
+        ({"without_time": 93}, "clocks", "93 of 93 records have no time, which mix.half_life_days needs"),
+        ({"sources": [{"unfollowed": {"guided_json": 9}}]}, "not followed", "guided_json shaped 9 logged answers"),
+    ],
+)
+def test_each_thing_that_needs_attention_is_said_once(
+    asked: Path, changed: dict[str, Any], about: str, text: str
+) -> None:
+    loaded = load_recipe(asked, SMALL)
+    if "without_time" in changed:
+        loaded = load_recipe(asked, [*SMALL, "mix.half_life_days=9"])
+    run(asked, *SMALL)
+    found = profile(mix_stage(Stages(Workspace(loaded))).folder)
+    assert headline(found, load_recipe(asked, SMALL)).notices == []
+    manifest = {**found.manifest}
+    for name, value in changed.items():
+        inner = name in ("contamination", "clusters", "conversations")
+        manifest[name] = {**manifest[name], **value} if inner else value
+    (notice,) = headline(found._replace(manifest=manifest), loaded).notices
+    assert notice.about == about and re.search(text, notice.text), notice
+
+
+def test_one_domain_beside_others_that_hardly_count_and_answers_beyond_the_limit(asked: Path) -> None:
+    run(asked, *SMALL)
+    recipe = load_recipe(asked, SMALL)
+    found = profile(mix_stage(Stages(Workspace(recipe))).folder)
+    shares = [
+        one._replace(counts={**one.counts, MIX: np.array([9, 91])}) if one.key == "domain" else one
+        for one in found.shares
+    ]
+    (notice,) = headline(found._replace(shares=shares), recipe).notices
+    assert notice.text == "support is 91% of the mix; mix.weights gives the others a larger share"
+    limit = recipe.capture.max_new_tokens
+    tokens = {**found.tokens, "answer": {MIX: np.array([limit] * 90 + [limit + 1] * 10)}}
+    (notice,) = headline(found._replace(tokens=tokens), recipe).notices
+    assert notice.text.startswith(f"10% of the logged answers are longer than capture.max_new_tokens = {limit}")
+
+
 def test_what_a_retraining_would_add_is_said(recipe: Path) -> None:
     told = " ".join(run(recipe).split())
     assert "retrain.old_share 0.25: a retraining adds conversations of the champion's mix until they are this" in told
@@ -99,19 +211,15 @@ def test_a_page_needs_nothing_else_and_is_the_same_again(recipe: Path, tmp_path:
     # Nothing in it runs or loads anything, as in the report.
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)">', page)
     assert "default-src 'none'" in policy and "script-src" not in policy and "<script" not in page
-    assert page.count("<svg") >= 7 and page.count("<table>") >= 10 and "By system" in page
+    assert page.count("<svg") >= 6 and page.count("<table>") >= 10 and "By system" in page
     assert not re.search(r'(src|href)="http', page) and "joe" not in page
 
 
-def test_pictures_come_in_a_new_folder(recipe: Path, tmp_path: Path) -> None:
-    run(recipe, "--out", tmp_path / "pictures")
-    names = {path.name for path in (tmp_path / "pictures").iterdir()}
-    assert {"domain.svg", "lengths.svg", "system.svg"} <= names
-    with pytest.raises(InputError, match=r"--out .*pictures: exists"):
-        check_out(tmp_path / "pictures")
+def test_a_page_ends_in_html_and_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "c.html").mkdir()
-    with pytest.raises(InputError, match=r"c\.html: is a folder"):
-        check_out(tmp_path / "c.html")
+    for place, rule in (("pictures", r"pictures: must end in \.html"), ("c.html", r"c\.html: is a folder")):
+        with pytest.raises(InputError, match=rule):
+            check_out(tmp_path / place)
 
 
 def messages_of(number: int) -> list[dict[str, str]]:
@@ -213,7 +321,7 @@ def test_a_few_prompts_of_a_domain_in_words(asked: Path) -> None:
     assert told == run(asked, "--prompts", "3", "--domain", "code")
     for options, rule in (
         (["--prompts", "3", "--domain", "none"], "--domain none: the mix has no such domain; it has code, support"),
-        (["--json"], "--json: is of --prompts, which is not given"),
+        (["--domain", "code"], "--domain code: is of --prompts, which is not given"),
         (["--prompts", "3", "--out", "x"], "--out x: is of the tables; give it without --prompts"),
     ):
         result = CliRunner().invoke(app, ["inspect-mix", str(asked), *options])
