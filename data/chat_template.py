@@ -45,7 +45,7 @@ from ..errors import InputError
 from ..specdec.expressions import ids_of
 from ..specdec.target_settings import TemplateLimits
 from .bounded_templates import LIMITS, STEP_BUDGET, BoundedEnvironment, StepBudget
-from .conversation import PASSED_OVER, Conversation, Engine, Message, PromptEnd, Turn
+from .conversation import OTHER_READINGS, Conversation, Engine, Message, PromptEnd, Turn
 from .logs.anthropic import BILLING_HEADER, MESSAGES_API
 
 _REFUSED = (
@@ -210,7 +210,7 @@ def _prompt(
     # 1) Of several templates, the one for these tools (a template argument of that name wins); and the messages as it
     # wants them.
     template_args = dict(template_args)
-    template_args.pop(PASSED_OVER, None)
+    template_args.pop(OTHER_READINGS, None)
     form = template_args.pop(MESSAGES_API, None)
     if form is not None:
         messages, template_args = _as_messages_api(tokenizer, messages, template_args, form)

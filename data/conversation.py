@@ -20,9 +20,9 @@ SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
 _ASKS_NOTHING = ("system", "developer", "assistant")
 NO_SYSTEM_PROMPT = ", without a system prompt"
 """Ends the name of a counter of requests whose log may lack their system prompt: the number of tokens tells."""
-PASSED_OVER = "extra_body passed over"
-"""Template argument that no template can name: what else of a conversation its prompt was made of, where its request
-was logged with an `extra_body` that reached the server under that very name."""
+OTHER_READINGS = "other readings"
+"""Template argument that no template can name: what a conversation's prompt was made of instead, where its request can
+be read in several ways."""
 
 
 class Message(BaseModel):
@@ -137,13 +137,12 @@ class Conversation(BaseModel):
     """Whether its source allows to leave out what the target's chat template refuses."""
 
     def readings(self) -> "list[Conversation]":
-        """What its request may have asked: with the fields of its `extra_body`, as OpenAI's client sends them, and
-        without them, where the log holds both."""
-        other = self.template_args.get(PASSED_OVER)
-        if other is None:
-            return [self]
-        messages = [Message.model_validate(message) for message in other.get("messages", ())] or self.messages
-        return [self, self.model_copy(update={**other, "messages": messages})]
+        """What its request may have asked, itself first, where nothing but its prompt tells how a server read it."""
+        found = [self]
+        for other in self.template_args.get(OTHER_READINGS, ()):
+            messages = [Message.model_validate(message) for message in other.get("messages", ())] or self.messages
+            found.append(self.model_copy(update={**other, "messages": messages}))
+        return found
 
     def time_of(self, turn: int) -> float | None:
         """Unix seconds when a turn was asked: those of its own request, or else of the conversation."""

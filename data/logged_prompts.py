@@ -20,7 +20,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 
 from ..errors import InputError
 from .chat_template import ids_of_prompt, template_tree, turn_ids, turn_prompt
-from .conversation import NO_SYSTEM_PROMPT, PASSED_OVER, Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
+from .conversation import NO_SYSTEM_PROMPT, OTHER_READINGS, Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
 from .dedup import NO_TURNS, TurnKeys
 from .logs.parsing import prompt_digest
 from .settings import RESERVED_ARGS
@@ -30,7 +30,7 @@ from .stratify import LogTable
 OTHER_PROMPT = "its chat template makes another prompt of the messages than the logged one"
 OTHER_COUNT = "its prompt has another number of tokens than the log counts"
 UNPROVEN = "the log does not show that its prompt was this one"
-EITHER_WAY = "its `extra_body` makes another prompt, and the log does not show whether a server took it"
+EITHER_WAY = "its request makes other prompts if it is read otherwise, and the log does not show which it was"
 _SAMPLED = 256  # prompts of a counter that tell whose tokens it counts
 _TRIED = 64  # prompts with another number of tokens that settings are tried on
 _MOST_KEPT = 8  # numbers and hashes of one prompt
@@ -214,7 +214,7 @@ class PromptCheck:
         # 1) Readings that make other prompts; what a template refuses was not answered.
         last = len(_whole_turns(conversation)) - 1
         lengths: dict[str, tuple[int, Conversation]] = {}
-        for reading in conversation.readings() if PASSED_OVER in conversation.template_args else ():
+        for reading in conversation.readings() if OTHER_READINGS in conversation.template_args else ():
             try:
                 prompt = turn_prompt(self._tokenizer, reading, replace(_whole_turns(reading)[-1], index=last))
                 ids = ids_of_prompt(self._tokenizer, prompt)
@@ -225,11 +225,12 @@ class PromptCheck:
             return next((reading for _, reading in lengths.values()), conversation), None
 
         # 2) The logged number of tokens tells prompts of other lengths apart.
-        (one, first), (other, second) = lengths.values()
         told = self._told(logged[last]) if last in logged else set()
-        if told and one != other:
-            return second if other in told and one not in told else first, None
-        return first, None if self._ask_unproven else EITHER_WAY
+        alike = Counter(length for length, _ in lengths.values())
+        shown = [reading for length, reading in lengths.values() if length in told and alike[length] == 1]
+        if shown or (told and not told.intersection(alike)):
+            return shown[0] if shown else conversation, None
+        return conversation, None if self._ask_unproven else EITHER_WAY
 
     def _told(self, logged: LoggedPrompt) -> set[int]:
         """Numbers of the target's tokens that the log tells of a prompt."""

@@ -215,7 +215,7 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
         timing = timing._replace(started=None, ended=None)
     elif not entry.in_flight:
         timing = timing._replace(ended=None)
-    found = _parsed(source, index, entry.line, "messages", entry.where, timing, entry.passed_over)
+    found = _parsed(source, index, entry.line, "messages", entry.where, timing, entry.others)
     found = found._replace(timing=busy)
     if entry.pieces is None or found.record is None:
         return found
@@ -257,10 +257,10 @@ def _parsed(
     shape: Shape,
     where: str,
     timing: Timing | None,
-    passed_over: Mapping[str, Any] | None = None,
+    others: Sequence[Mapping[str, Any]] = (),
 ) -> Outcome[Record]:
     try:
-        record = parse(line, shape, source, where, index, timing, passed_over)
+        record = parse(line, shape, source, where, index, timing, others)
     except LeftOut as request:
         return Outcome(where, left_out=request.reason, domain=_domain_named(source, line))
     except InputError as error:

@@ -5,7 +5,7 @@ Every error names the line (`file:line`) and the broken rule, and quotes no text
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from .conversation import (
     NO_SYSTEM_PROMPT,
-    PASSED_OVER,
+    OTHER_READINGS,
     ROLES,
     Conversation,
     Engine,
@@ -36,12 +36,12 @@ from .logs.chat import (
     is_system_prompt,
     read_otherwise,
 )
-from .logs.parsing import number, seconds
+from .logs.parsing import seconds
 from .served_request import (
-    LIMIT_FIELDS,
     SAMPLING_FIELDS,
     Lookup,
     draws_of,
+    from_table,
     json_type,
     message_of_sglang,
     prompt_of,
@@ -57,24 +57,6 @@ from .sharegpt import SHAREGPT_ROLES, sharegpt_messages
 
 _ID_DIGITS = 24
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
-_NUMBERS = frozenset(
-    (
-        *(*SAMPLING_FIELDS, *LIMIT_FIELDS, "prompt_tokens", "answer_tokens", "truncate_prompt_tokens"),
-        *("frequency_penalty", "presence_penalty", "min_tokens", "thinking_token_budget"),
-    )
-)
-_FLAGS = frozenset(
-    (
-        *("add_special_tokens", "add_generation_prompt", "continue_final_message"),
-        *("ignore_eos", "use_beam_search", "watermarking"),
-    )
-)
-_OBJECTS = frozenset(
-    (
-        *("request", "extra_body", "chat_template_kwargs", "documents", "reasoning", "reasoning_effort"),
-        *("response_format", "tool_choice", "logit_bias", "session_params", "kv_transfer_params"),
-    )
-)
 _MEDIA: dict[Shape, tuple[str, ...]] = {
     "messages": ("images", "videos", "audios"),
     "sharegpt": ("images", "videos", "audios", "image", "video", "audio"),
@@ -190,50 +172,56 @@ def parse(
     where: str,
     index: int = 0,
     timing: Timing | None = None,
-    passed_over: Mapping[str, Any] | None = None,
+    others: Sequence[Mapping[str, Any]] = (),
 ) -> Record:
     """Validate one decoded line of a given shape and make a record of it. Raises InputError starting with `where`.
 
     `timing`: times, replica and token counts from a log reader; None: they are read from the line's own fields.
-    `passed_over`: the line's request without the fields of its `extra_body`; None: it has none, or the line holds it.
+    `others`: what else the line's request may be, beside what an `extra_body` in it makes of it.
     """
     if not isinstance(line, dict):
         raise InputError(f"{where}: is a JSON {json_type(line)}; must be an object")
-    line = _from_table(line)
-    # Where an `extra_body` changes what the template gets, the record holds both readings.
+    line = from_table(line)
     record = _record(line, shape, source, where, index, timing)
-    other = _line_otherwise(line, passed_over)
-    if other is None:
-        return record
-    try:
-        return _with_other_reading(record, _record(other, shape, source, where, index, timing))
-    except InputError as error:  # what no server takes was not sent
-        if isinstance(error, LeftOut) and error.reason != "request that the engine refuses":
-            raise
-        return record
+    readings: list[dict[str, Any]] = []
+    for other in _otherwise(line, others):
+        try:
+            reading = _other_reading(record, _record(other, shape, source, where, index, timing))
+        except InputError as error:  # what no server takes was not sent
+            if isinstance(error, LeftOut) and error.reason != "request that the engine refuses":
+                raise
+            continue
+        if reading is not None and reading not in readings:
+            readings.append(reading)
+    return (
+        replace(record, template_args={**(record.template_args or {}), OTHER_READINGS: readings})
+        if readings
+        else record
+    )
 
 
-def _line_otherwise(line: dict[str, Any], passed_over: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The line with its request as it stands; None: no `extra_body` makes another one of it."""
-    if passed_over is not None:
-        messages = [*(passed_over.get("messages") or ()), *line["messages"][len(line["request"]["messages"]) :]]
-        return {**line, "request": {**passed_over}, "messages": messages}
-    if isinstance(request := line.get("request"), dict):
-        other = read_otherwise(_from_table(request))
-        return None if other is None else {**line, "request": other}
-    return read_otherwise(line)
+def _otherwise(line: dict[str, Any], others: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the line with what else its request may be: also without the fields of an `extra_body`, which a body may
+    have been sent with."""
+    for other in others:
+        messages = [*(other.get("messages") or ()), *line["messages"][len(line["request"]["messages"]) :]]
+        yield {**line, "request": {**other}, "messages": messages}
+    request = line.get("request")
+    stands = read_otherwise(from_table(request) if isinstance(request, dict) else line)
+    if stands is not None:
+        yield {**line, "request": stands} if isinstance(request, dict) else stands
 
 
-def _with_other_reading(record: Record, other: Record) -> Record:
-    """The record, with what the other reading has in its place if its prompt may be another one."""
+def _other_reading(record: Record, other: Record) -> dict[str, Any] | None:
+    """What another reading of a record has in the place of what shapes its prompt; None: the same."""
     names = ("messages", "tools", "template_args", "prompt_end")
     if all(getattr(record, name) == getattr(other, name) for name in names):
-        return record
+        return None
     reading: dict[str, Any] = {"tools": other.tools, "template_args": dict(other.template_args or {})}
     reading["prompt_end"] = other.prompt_end
     if other.messages != record.messages:
         reading["messages"] = [message.model_dump(exclude_none=True) for message in other.messages]
-    return replace(record, template_args={**(record.template_args or {}), PASSED_OVER: reading})
+    return reading
 
 
 def _record(
@@ -336,25 +324,9 @@ def timing_of(line: Mapping[str, Any], where: str) -> Timing:
     )
 
 
-def _from_table(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, those of a request as values where a table holds them as text."""
-    return {name: _value(name, value) if isinstance(value, str) else value for name, value in line.items()}
-
-
-def _value(name: str, text: str) -> Any:
-    if name in _OBJECTS:
-        return decoded(text)
-    if name in _FLAGS:
-        return {"true": True, "false": False}.get(text.strip().lower(), text)
-    found = number(text) if name in _NUMBERS else None
-    if found is None:
-        return text
-    return int(found) if found.is_integer() else found
-
-
 def _body(request: Mapping[str, Any], engine: Engine, where: str) -> dict[str, Any]:
     """The body of a request as the engine takes it. Raises LeftOut for an effort that is no word."""
-    body = body_of(_from_table(request))
+    body = body_of(from_table(request))
     # LiteLLM takes an effort with more about it, of which the engine gets the word.
     effort = body.get("reasoning_effort")
     if isinstance(effort, Mapping):

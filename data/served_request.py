@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import InputError
 from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
 from .chat_template import arguments_of_sglang
-from .conversation import PASSED_OVER, Engine, PromptEnd
+from .conversation import OTHER_READINGS, Engine, PromptEnd
 from .logs.anthropic import MESSAGES_API, MessagesForm
 from .logs.chat import MOST_TOKENS, LeftOut, Reason, decoded
 from .logs.parsing import number
@@ -36,7 +36,7 @@ _ADAPTERS: dict[Engine, tuple[str, ...]] = {
     "sglang": ("lora_path",),
 }
 _SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message")
-_OURS_OR_THE_ENGINES = (*_SET_BY_ENGINE, MESSAGES_API, PASSED_OVER)
+_OURS_OR_THE_ENGINES = (*_SET_BY_ENGINE, MESSAGES_API, OTHER_READINGS)
 _REFUSED_BY_SGLANG = ("tools", *_SET_BY_ENGINE)
 _EFFORTS = (
     "none",
@@ -73,6 +73,41 @@ _UNFOLLOWED = (
     *("regex", "ebnf", "json_schema", "structural_tag", "grammar"),
     *("custom_logit_processor", "logits_processors", "watermarking", "watermark", "repetition_detection"),
 )
+
+_NUMBERS = frozenset(
+    (
+        *(*SAMPLING_FIELDS, *LIMIT_FIELDS, "prompt_tokens", "answer_tokens", "truncate_prompt_tokens"),
+        *("frequency_penalty", "presence_penalty", "min_tokens", "thinking_token_budget"),
+    )
+)
+_FLAGS = frozenset(
+    (
+        *("add_special_tokens", "add_generation_prompt", "continue_final_message"),
+        *("ignore_eos", "use_beam_search", "watermarking"),
+    )
+)
+_OBJECTS = frozenset(
+    (
+        *("request", "extra_body", "chat_template_kwargs", "documents", "reasoning", "reasoning_effort"),
+        *("response_format", "tool_choice", "logit_bias", "session_params", "kv_transfer_params"),
+    )
+)
+
+
+def from_table(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, those of a request as values where a table holds them as text."""
+    return {name: _field_of_table(name, value) if isinstance(value, str) else value for name, value in line.items()}
+
+
+def _field_of_table(name: str, text: str) -> Any:
+    if name in _OBJECTS:
+        return decoded(text)
+    if name in _FLAGS:
+        return {"true": True, "false": False}.get(text.strip().lower(), text)
+    found = number(text) if name in _NUMBERS else None
+    if found is None:
+        return text
+    return int(found) if found.is_integer() else found
 
 
 def refuse_what_cannot_be_made_again(

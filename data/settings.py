@@ -445,7 +445,7 @@ class CaptureSettings(_Section):
     ask_unproven: bool = False
     """Ask also prompts that no log shows to be the served ones, where that is in doubt: vLLM has code in place of the
     target's chat template (gpt-oss, DeepSeek V3.2, Mistral's tokenizers, …), the log may lack the system prompt
-    (LiteLLM's of `/v1/messages`), or an `extra_body` may not have been taken. Absent: they are left out."""
+    (LiteLLM's of `/v1/messages`), or a request can be read in several ways. Absent: they are left out."""
     answers: Path | None = None
     """Answers that this target gave before (`draftforge capture --answers-to`): they are not drawn anew."""
     backend: Backend = TransformersBackend()

@@ -51,17 +51,7 @@ def is_request(body: Mapping[str, Any], answered: bool | None = None) -> bool:
     tools, choice, messages = body.get("tools"), body.get("tool_choice"), body.get("messages")
     # Chat completions pass over these fields.
     named = any(body.get(name) is not None for name in ("system", "stop_sequences", "anthropic_version"))
-    if named and answered is not False:
-        return True
-    if isinstance(choice, Mapping) and choice.get("type") in (*_CHOICES, "tool"):
-        return True
-    if isinstance(tools, list) and any(isinstance(tool, Mapping) and "input_schema" in tool for tool in tools):
-        return True
-    said = [
-        (message.get("role"), block) for message in _objects(messages) for block in _objects(message.get("content"))
-    ]
-    blocks = [block for _, block in said]
-    if any(block.get("type") in _BLOCKS or (block.get("type") == "image" and "source" in block) for block in blocks):
+    if (named and answered is not False) or _is_of_their_form(body):
         return True
     if answered is not None:
         return answered
@@ -75,7 +65,49 @@ def is_request(body: Mapping[str, Any], answered: bool | None = None) -> bool:
         for message in _objects(messages)
     )
     set_up = any(isinstance(body.get(name), Mapping) for name in ("thinking", "output_config"))
-    return not other and (set_up or any(role == "assistant" and block.get("type") in _THOUGHTS for role, block in said))
+    thought = any(role == "assistant" and block.get("type") in _THOUGHTS for role, block in _said(body))
+    return not other and (set_up or thought)
+
+
+def chat_requests(
+    bodies: Sequence[Mapping[str, Any]], answered: bool | None, engine: str | None, served: bool | None = None
+) -> tuple[dict[str, Any], Reason | None, list[dict[str, Any]]]:
+    """The chat-completions request that some readings of a body are, the likeliest first; why it has no prompt of text
+    alone; and what else it may be.
+
+    `answered`: as for `is_request`; `served`: whether it was the Messages API's, as far as its path tells. Where only
+    fields tell it that chat completions pass over (`system`, `thinking`), it may be of either.
+    """
+    found: list[tuple[dict[str, Any], Reason | None]] = []
+    for body in bodies:
+        theirs = is_request(body, answered) if served is None else served
+        told = served is not None or answered is not None or body.get("anthropic_version") is not None
+        told = told or body.get("tools") == []  # which chat completions refuse
+        if theirs:
+            found.append(request_of(body, engine))
+        if not theirs or not (told or _is_of_their_form(body)):
+            known = theirs or served is False
+            found.append(({name: item for name, item in body.items() if name != "system" or not known}, None))
+    # What no server takes was not sent.
+    (request, reason), *others = [one for one in found if one[1] != "request that the engine refuses"] or found
+    return request, reason, [other for other, why in others if why is None]
+
+
+def _is_of_their_form(body: Mapping[str, Any]) -> bool:
+    """Whether a body has tools, a choice of them or blocks that servers of chat completions refuse."""
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    if isinstance(choice, Mapping) and choice.get("type") in (*_CHOICES, "tool"):
+        return True
+    if isinstance(tools, list) and any(isinstance(tool, Mapping) and "input_schema" in tool for tool in tools):
+        return True
+    blocks = [block for _, block in _said(body)]
+    return any(block.get("type") in _BLOCKS or (block.get("type") == "image" and "source" in block) for block in blocks)
+
+
+def _said(body: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
+    """Roles and content blocks of a body's messages."""
+    messages = _objects(body.get("messages"))
+    return [(message.get("role"), block) for message in messages for block in _objects(message.get("content"))]
 
 
 def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict[str, Any], Reason | None]:

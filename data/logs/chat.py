@@ -94,8 +94,8 @@ class Entry:
     """Whether the year of the times is known; if not, only their differences mean something."""
     pieces: Sequence[str] | None = None
     """The markup around the contents of its messages, where they come from a rendered prompt."""
-    passed_over: Mapping[str, Any] | None = None
-    """The line's request without the fields of its `extra_body`, where nothing tells whether a server took them."""
+    others: Sequence[Mapping[str, Any]] = ()
+    """What else the line's request may be, where nothing in it tells how a server took it."""
 
 
 class JoinedLines(Protocol):

@@ -61,11 +61,9 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
 
     # 2) The request: model parameters, and the input, which is a request body or bare messages.
     given = decoded(value.get("input"))
-    if isinstance(given, dict) and "extra_body" in given:
-        given = given | {"extra_body": decoded(given["extra_body"])}
     answered = is_of_messages_api(decoded(value.get("output")))
     parameters = _parameters(decoded(_either(value, "model_parameters")))
-    request, reason = _request(given, parameters, engine, answered)
+    request, reason, others = _request(given, parameters, engine, answered)
     reason = _refusal(value, given, request) or reason
 
     # 3) Labels; a session, or else a trace, is a thread.
@@ -79,13 +77,9 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         reason = "text cut by the log" if mark == _CUT else "message part that is not text"
     if reason is None and settings_beside(request, given, value):
         reason = "settings beside the request"
-    # What a client's own settings hold was sent as the client sends it; an input may be a body as it was sent.
-    other = None
     if reason is None:
         line |= {"request": request, "messages": with_answer(request["messages"], _answer(value.get("output")))}
-        sent = read_otherwise(given) if isinstance(given, dict) else None
-        other = None if sent is None else _request(sent, parameters, engine, answered)[0]
-    yield Entry(where, line, reason, _timing(value), passed_over=other)
+    yield Entry(where, line, reason, _timing(value), others=others)
 
 
 def _either(value: Mapping[str, Any], name: str) -> Any:
@@ -128,38 +122,52 @@ def _is_error(output: Any) -> bool:
 
 def _request(
     given: Any, parameters: dict[str, Any], engine: str | None, answered: bool | None
-) -> tuple[dict[str, Any], Reason | None]:
-    """The chat-completions request of an input: messages, one of them, or a body that holds them.
+) -> tuple[dict[str, Any], Reason | None, list[dict[str, Any]]]:
+    """The chat-completions request of an input: messages, one of them, or a body that holds them; and what else it may
+    be.
 
     `answered`: whether its output is a response of the Messages API, or else of chat completions; None: neither.
     """
-    # 1) The body. A list of one list is what LangChain hands on.
-    body = body_of(given) if isinstance(given, dict) else {"messages": given}
-    if "messages" not in body and "role" in body:
-        body = {"messages": [body]}
-    messages = decoded(body.get("messages"))
-    if isinstance(messages, list) and len(messages) == 1 and isinstance(messages[0], list):
-        messages = messages[0]
-    if not isinstance(messages, list) or not messages:
-        return {}, "messages in an unread form"
-
-    # 2) Each message; LangChain's handler lists tools behind them.
-    read = [_message(decoded(message)) for message in messages]
-    tools = [message["content"] for message in read if message and _is_tool(message)]
-    read = [message for message in read if not message or not _is_tool(message)]
-    if not all(read):
-        return {}, "messages in an unread form"
-
-    # 3) The whole, in the shape of chat completions.
+    # 1) The body. What a client's own settings hold was sent as the client sends it; an input may be what was sent.
     parameters = body_of(parameters)
     if "stop_sequences" in parameters:  # LangChain's name
         parameters["stop"] = parameters.pop("stop_sequences")
-    request = parameters | {name: decoded(item) for name, item in body.items()} | {"messages": read}
-    if tools and not request.get("tools"):
-        request["tools"] = tools
-    if anthropic.is_request(body | {"messages": read}, answered):
-        return anthropic.request_of(request, engine)
-    return request, None
+    body = given if isinstance(given, dict) else {"messages": given}
+    if "messages" not in body and "role" in body:
+        body = {"messages": [body]}
+    body = {name: decoded(item) for name, item in body.items()}
+    stands = read_otherwise(body)
+    bodies = [body_of(body)] if stands is None else [body_of(body), stands]
+
+    # 2) The whole of each, in the shape of chat completions.
+    requests: list[dict[str, Any]] = []
+    for one in bodies:
+        messages, tools = _messages(one.get("messages"))
+        if messages is None:
+            return {}, "messages in an unread form", []
+        request = parameters | one
+        if tools and not request.get("tools"):
+            request["tools"] = tools
+        # The Responses API shows texts of its own types, and vLLM's chat completions none but these.
+        requests.append(request | {"messages": [_shown(message) for message in messages]})
+        if any(map(_has_own_texts, messages)):
+            hidden = [{**message, "content": []} if _has_own_texts(message) else message for message in messages]
+            requests.append(request | {"messages": [_shown(message) for message in hidden]})
+    return anthropic.chat_requests(requests, answered, engine)
+
+
+def _messages(given: Any) -> tuple[list[dict[str, Any]] | None, list[Any]]:
+    """Messages in the shape of chat completions (None: there are none, or some are in another form), and the tools that
+    LangChain's handler lists behind them."""
+    # A list of one list is what LangChain hands on.
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], list):
+        given = given[0]
+    read = [_message(decoded(message)) for message in given] if isinstance(given, list) else []
+    if not read or not all(read):
+        return None, []
+    found = [message for message in read if message is not None]
+    tools = [message["content"] for message in found if _is_tool(message)]
+    return [message for message in found if not _is_tool(message)] or None, tools
 
 
 def _message(given: Any) -> dict[str, Any] | None:
@@ -203,9 +211,26 @@ def _content(content: Any) -> Any:
         and parts
         and all(isinstance(part, dict) and part.get("type") in _PARTS for part in parts)
     ):
-        # What the Responses API calls its texts, where they are shown.
-        return [{**part, "type": "text"} if part["type"] in ("input_text", "output_text") else part for part in parts]
+        return parts
     return content
+
+
+def _has_own_texts(message: Mapping[str, Any]) -> bool:
+    """Whether a message has no parts but texts as the Responses API calls them."""
+    parts = message.get("content")
+    return isinstance(parts, list) and bool(parts) and all(_is_own_text(part) for part in parts)
+
+
+def _is_own_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("input_text", "output_text")
+
+
+def _shown(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with texts of the Responses API as the texts that they are shown as."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    return {**message, "content": [{**part, "type": "text"} if _is_own_text(part) else part for part in parts]}
 
 
 def _call(call: Any) -> Any:
@@ -224,7 +249,7 @@ def _answer(output: Any) -> dict[str, Any] | None:
     if isinstance(value, dict) and "choices" in value:
         return answer_of(value)
     if isinstance(value, dict) and value.keys() & _ANSWER_FIELDS and value.get("role", "assistant") in _ASSISTANT:
-        message = _message({**value, "role": "assistant"})
+        message = _shown(_message({**value, "role": "assistant"}) or {})
         return answer_of({"content": value["content"]} if _has_blocks(value) else {"choices": [{"message": message}]})
     return answer_of({"choices": [{"message": {"content": output if isinstance(output, str) else None}}]})
 

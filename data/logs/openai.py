@@ -59,11 +59,13 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     # A client's call has the fields of an `extra_body` in its body; one with headers, or of a batch, is what was sent.
     sent = "custom_id" in envelope or any(isinstance(envelope.get(name), Mapping) for name in _HEADERS)
     body = None if logged is None else as_it_stands(logged) if sent else body_of(logged)
-    other = None if sent else read_otherwise(logged)
+    stands = None if sent else read_otherwise(logged)
     reason = _reason((value, wrapper), response, path, body)
-    request = body or {}
+    request, others = body or {}, list[dict[str, Any]]()
     if reason is None:
-        request, reason = _chat_request(request, path, response, engine)
+        bodies = [request] if stands is None else [request, stands]
+        served = path.endswith("/messages") if path else None
+        request, reason, others = anthropic.chat_requests(bodies, is_of_messages_api(response), engine, served)
     around = {name: item for name, item in envelope.items() if name not in _REQUESTS}
     if reason is None and settings_beside(request, body, around):
         reason = "settings beside the request"
@@ -75,19 +77,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     if isinstance(messages, list):
         messages = with_answer(messages, answer_of(response))
     own = {name: item for name, item in value.items() if name not in (*_REQUESTS, *RESPONSES)} if envelope else {}
-    passed_over = None if other is None else _chat_request(other, path, response, engine)[0]
-    line = {**labels(own), "request": request, "messages": messages}
-    yield Entry(where, line, timing=timing, passed_over=passed_over)
-
-
-def _chat_request(
-    body: Mapping[str, Any], path: str, response: Any, engine: str | None
-) -> tuple[dict[str, Any], Reason | None]:
-    """The chat-completions request of a body, or why it has no prompt of text alone."""
-    if path.endswith("/messages") or (not path and anthropic.is_request(body, is_of_messages_api(response))):
-        return anthropic.request_of(body, engine)
-    # Chat completions pass over this field.
-    return {name: item for name, item in body.items() if name != "system" or not path}, None
+    yield Entry(where, {**labels(own), "request": request, "messages": messages}, timing=timing, others=others)
 
 
 def _path(text: str) -> str:

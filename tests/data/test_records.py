@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftforge.data.conversation import PASSED_OVER
+from draftforge.data.conversation import OTHER_READINGS
 from draftforge.data.logs.chat import LeftOut
 from draftforge.data.records import Record, parse
 from draftforge.data.settings import FileSource, Shape
@@ -290,8 +290,9 @@ def test_a_line_is_a_request_body() -> None:
 
 def as_sent(record: Record) -> dict[str, Any] | None:
     """What a record's other reading has in place of its own; None: there is one reading."""
-    found: dict[str, Any] | None = (record.template_args or {}).get(PASSED_OVER)
-    return found
+    readings: list[dict[str, Any]] = (record.template_args or {}).get(OTHER_READINGS, [])
+    assert len(readings) < 2
+    return readings[0] if readings else None
 
 
 @pytest.mark.parametrize("wrap", [lambda body: body, lambda body: {"messages": [USER], "request": body}])
@@ -301,7 +302,7 @@ def test_a_request_with_an_extra_body_has_two_readings(wrap: Callable[[dict[str,
     off, tools = {"chat_template_kwargs": {"enable_thinking": False}}, [{"name": "look", "input_schema": {}}]
     own: dict[str, Any] = {"messages": [USER], "chat_template_kwargs": {"a": 1}}
     record = read(wrap({**own, "extra_body": {**off, "tools": tools}}))
-    assert {**(record.template_args or {}), PASSED_OVER: 0} == {"enable_thinking": False, PASSED_OVER: 0}
+    assert {**(record.template_args or {}), OTHER_READINGS: 0} == {"enable_thinking": False, OTHER_READINGS: 0}
     assert record.tools is not None
     assert as_sent(record) == {"tools": None, "template_args": {"a": 1}, "prompt_end": "opened"}
     # A text as an extra body is none, and what shapes no prompt, or is there anyway, makes no other one.

@@ -9,6 +9,7 @@ from byte_level import byte_level_tokenizer
 from log_reading import read_log, write_lines
 
 from draftforge.data.chat_template import render_text
+from draftforge.data.conversation import OTHER_READINGS
 from draftforge.data.logs import openai
 from draftforge.data.logs.anthropic import is_request, request_of
 from draftforge.data.logs.chat import Entry
@@ -191,8 +192,51 @@ def test_an_empty_list_of_tools_reaches_the_template_as_one(tmp_path: Path) -> N
 
 def test_roles_that_the_api_has_not_are_refused_there(tmp_path: Path) -> None:
     body = {"system": "x", "messages": [ASKED, {"role": "critic", "content": "Too short."}]}
-    read = read_log(write_lines(tmp_path / "log.jsonl", json.dumps(body), json.dumps({"messages": [ASKED]})), "openai")
+    lines = [json.dumps(body | {"url": "/v1/messages"}), json.dumps(body)]
+    read = read_log(write_lines(tmp_path / "log.jsonl", *lines), "openai")
     assert read.counts.left_out == {"request that the engine refuses": 1}
+    # Chat completions take it, without the field that they have not.
+    assert read.talks == [[("user", "Hi"), ("critic", "Too short.")]] and read.records[0].template_args == {}
+
+
+def test_a_body_without_a_path_may_be_of_either_api(tmp_path: Path) -> None:
+    """vLLM 0.32's chat completions pass over `system`, `thinking` and `output_config`, and show thoughts as text."""
+    said: dict[str, Any] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, *text("y")]}
+    off, talk = {"thinking": {"type": "disabled"}}, {"messages": [ASKED, said, ASKED]}
+    plain: dict[str, Any] = {"tools": None, "template_args": {}, "prompt_end": "opened"}
+    asked = [{"role": "user", "content": "Hi"}]
+    for body, other in (
+        ({"system": "x", "messages": [ASKED]}, plain | {"messages": asked}),
+        ({"messages": [ASKED], **off}, plain),
+        ({"messages": [ASKED], "output_config": {"effort": "low"}}, plain),
+        (talk, {**plain, "messages": [*asked, {"role": "assistant", "content": ["hm", "y"]}, *asked]}),
+    ):
+        lines = [
+            {"request": body},
+            {"request": body, "url": "/v1/messages"},
+            {"request": body, "url": "/v1/chat/completions"},
+        ]
+        lines += [{"request": body, "response": WHOLE}, {"request": body | {"anthropic_version": "1"}}]
+        records = read_log(write_lines(tmp_path / "log.jsonl", *map(json.dumps, lines)), "openai").records
+        (bare, theirs, chat, answered, dated) = records
+        arguments = dict(bare.template_args or {})
+        (found,) = arguments.pop(OTHER_READINGS)
+        for message in found.get("messages", ()):
+            message.pop("part_fields", None)
+        assert found == other
+        assert arguments == theirs.template_args == answered.template_args == dated.template_args
+        assert bare.messages == theirs.messages == dated.messages and chat.template_args == {}
+    # What only one of them takes, or makes the same prompt for both, is in no doubt.
+    sure: list[dict[str, Any]] = [
+        {"system": "x", "tools": [{"name": "x", "input_schema": {"type": "object"}}]},
+        {"system": ""},
+        {"stop_sequences": ["x"]},
+        {"thinking": {"type": "enabled", "budget_tokens": 9}},
+        {"seed": 1, **off},
+    ]
+    lines = [{"request": {"messages": [ASKED], **one}} for one in sure]
+    records = read_log(write_lines(tmp_path / "log.jsonl", *map(json.dumps, lines)), "openai").records
+    assert [OTHER_READINGS in (one.template_args or {}) for one in records] == [False] * len(sure)
 
 
 def test_requests_that_sglang_served_are_left_out(tmp_path: Path) -> None:

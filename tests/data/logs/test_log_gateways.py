@@ -11,7 +11,7 @@ import pytest
 from log_reading import SAMPLES, read_log, write_lines
 
 from draftforge.data.chat_template import without_billing
-from draftforge.data.conversation import PASSED_OVER
+from draftforge.data.conversation import OTHER_READINGS, Message
 from draftforge.errors import InputError
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -430,7 +430,42 @@ def test_langfuse_and_litellm_tell_what_a_clients_extra_body_sent(tmp_path: Path
     (sent,) = read_log(write_lines(tmp_path / "l.jsonl", line), "litellm").records
     assert client.template_args == sent.template_args == {"enable_thinking": False}
     other: dict[str, Any] = {"tools": None, "template_args": {}, "prompt_end": "opened"}
-    assert body.template_args == {"enable_thinking": False, PASSED_OVER: other}
+    assert body.template_args == {"enable_thinking": False, OTHER_READINGS: [other]}
+
+
+CHAT = {"choices": [{"message": {"role": "assistant", "content": "Hello."}}]}
+OWN = [{"type": "input_text", "text": "Hi"}, {"type": "input_text", "text": "there"}]
+
+
+@pytest.mark.parametrize(
+    "given, output, texts, other",
+    [
+        # vLLM's chat completions pass over a `system` field; its Messages API does not.
+        ({"messages": ASK, "system": "Brief."}, "Hello.", ["Brief.", ASK[0]["content"]], [ASK[0]["content"]]),
+        (
+            {"messages": ASK, "system": "Brief.", "anthropic_version": "1"},
+            "Hello.",
+            ["Brief.", ASK[0]["content"]],
+            None,
+        ),
+        # They show no text of parts that are all `input_text`; the Responses API does.
+        ([{"role": "user", "content": OWN}], "Hello.", ["Hi\nthere"], [""]),
+        ([{"role": "user", "content": OWN}], CHAT, ["Hi\nthere"], [""]),
+        ([{"role": "user", "content": [*OWN, {"type": "text", "text": "!"}]}], "Hello.", ["Hi\nthere\n!"], None),
+    ],
+)
+def test_langfuse_inputs_that_may_be_of_several_apis(
+    tmp_path: Path, given: Any, output: Any, texts: list[str], other: list[str] | None
+) -> None:
+    line = json.dumps({"type": "GENERATION", "input": given, "output": output})
+    (record,) = read_log(write_lines(tmp_path / "o.jsonl", line), "langfuse").records
+    assert [message.text for message in record.messages if message.role != "assistant"] == texts
+    readings = (record.template_args or {}).get(OTHER_READINGS, [])
+    found = [
+        [Message.model_validate(message).text for message in reading["messages"] if message["role"] != "assistant"]
+        for reading in readings
+    ]
+    assert found == ([] if other is None else [other])
 
 
 def test_langfuse_calls_in_langchains_form(tmp_path: Path) -> None:

@@ -261,7 +261,6 @@ def test_an_extra_body_inside_of_another_is_none(tmp_path: Path) -> None:
 def test_a_body_with_headers_or_of_a_batch_is_what_was_sent(line: dict[str, Any], merged: bool, doubted: bool) -> None:
     (entry,) = entries(line, "log:1")
     assert entry.left_out is None and ("chat_template_kwargs" in entry.line["request"]) == merged
-    assert (entry.passed_over is not None) == doubted
-    if entry.passed_over is not None:
-        assert "chat_template_kwargs" not in entry.passed_over
-        assert entry.passed_over["messages"] == entry.line["request"]["messages"]
+    assert bool(entry.others) == doubted
+    for other in entry.others:
+        assert "chat_template_kwargs" not in other and other["messages"] == entry.line["request"]["messages"]
