@@ -354,6 +354,24 @@ def export(
     exporting.export(loaded, out, draft, layout, target_id)
 
 
+@app.command(rich_help_panel=USE)
+@cli_options.spread
+def push(
+    source: Annotated[
+        str, typer.Argument(metavar="DRAFT", help="Recipe (its champion), a draft's folder, or models:/NAME/NUMBER.")
+    ],
+    repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository of the Hugging Face hub.")],
+    options: cli_options.PushOptions,
+) -> None:
+    """Upload a draft with a model card to the Hugging Face hub, in one commit; HF_TOKEN or `hf auth login` is used.
+
+    Example: draftforge push served-draft me/qwen3-8b-eagle3 --base-model Qwen/Qwen3-8B --dry-run
+    """
+    from .pipeline import push as pushing
+
+    pushing.push(source, repository, options)
+
+
 @app.command("try", rich_help_panel=USE)
 def try_out(
     prompts: Annotated[

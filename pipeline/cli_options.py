@@ -75,6 +75,27 @@ class StoreOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PushOptions(StoreOptions):
+    """What `draftforge push` says of a draft, and how; with the store of a `models:/` address."""
+
+    base_model: Annotated[
+        str | None, Option("--base-model", metavar="OWNER/NAME", help="The target's hub id; default: the recipe's.")
+    ] = None
+    license: Annotated[
+        str | None, Option("--license", metavar="ID", help="The draft's license; default: that of the base model.")
+    ] = None
+    private: Annotated[
+        bool,
+        Option(
+            "--private",
+            help="Make a new repository private; default, as in transformers: public, unless its organization's "
+            "default is private.",
+        ),
+    ] = False
+    dry_run: Annotated[bool, Option("--dry-run", help="List files and sizes and print the card; send nothing.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class WatchOptions:
     """Schedule and webhook of `draftforge watch`."""
 

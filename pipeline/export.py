@@ -18,7 +18,7 @@ from ..eval.target_pass_cache import replay_samples
 from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe
-from ..registry.champion_alias import judged_figures
+from ..registry.champion_alias import judged_figures, last_decision
 from ..registry.connect import Tracking
 from ..registry.gate import Evidence, times_text
 from ..registry.lineage import Version
@@ -78,7 +78,7 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
 
     def add_card(beside: Path) -> None:
         layout = chosen or layout_of(folder)
-        command.append(write_card(beside, out, layout, find_plan(folder), facts, space.target_settings))
+        command.append(write_card(beside, str(out.absolute()), layout, find_plan(folder), facts, space.target_settings))
 
     export_draft(scorer, folder, out, add_card, chosen, verifier, space.target.tokenizer)
     say(f"{out}: exported from {folder}, read back and scored equal")
@@ -89,6 +89,9 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
 def version_facts(tracking: Tracking, version: Version) -> DraftFacts:
     """Facts of a registered version for its model card, with its figures on the holdout."""
     lineage, (tau, speedup) = version.lineage, judged_figures(tracking, version)
+    last = last_decision(tracking, version)
+    judged = None if last is None else last.numbers.evidence
+    domains = {} if judged is None else {name: row.model_dump() for name, row in judged.candidate_domains.items()}
     return DraftFacts(
         family=lineage.family,
         target=lineage.target_name,
@@ -98,6 +101,7 @@ def version_facts(tracking: Tracking, version: Version) -> DraftFacts:
         tau=tau,
         speedup=speedup,
         measured=lineage.measured,
+        domains=domains,
     )
 
 

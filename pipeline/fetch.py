@@ -55,7 +55,7 @@ def fetch(
 
     def add_card(folder: Path, version: Version, stored: Path | None = None) -> None:
         plan, facts = find_plan(stored or folder), version_facts(tracking, version)
-        command.append(write_card(folder, out, chosen or NATIVE, plan, facts, settings))
+        command.append(write_card(folder, str(out.absolute()), chosen or NATIVE, plan, facts, settings))
 
     if chosen is None or chosen == NATIVE:
         version = versions.fetch(tracking, found, out, alias, add_card)

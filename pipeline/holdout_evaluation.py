@@ -18,7 +18,7 @@ from ..eval.report.page import holdout_record
 from ..eval.score import Identity, scored_samples
 from ..eval.settings import ScoreSettings
 from ..eval.table import show_domains, show_leaderboard
-from ..registry.gate import Baseline, DomainFigures, Evidence, Figures, Interval
+from ..registry.gate import Baseline, DomainFigures, DomainResult, Evidence, Figures, Interval
 from ..registry.lineage import Version, holdout_overlap
 from ..registry.versions import resolve_models_uri
 from ..specdec.proposers.training_free import LOOKUP
@@ -173,6 +173,7 @@ def evidence(
     settings, candidate, lookup = space.recipe.score, measured.candidate, measured.lookup
     found = Evidence(
         candidate=_figures(candidate.row),
+        candidate_domains=_own_domains(candidate, settings),
         conversations=len(counts.values(candidate.table, "conversation")),  # those scored, not those there are
         clusters=len(counts.values(candidate.table, "cluster")),
         confidence=settings.confidence,
@@ -222,6 +223,15 @@ def _by_domain(candidate: HoldoutScore, rival: HoldoutScore, settings: ScoreSett
             champion_speedup=float(speedups[1](tau(theirs, settings.confidence).value)),
             difference=Interval.of(tau_difference(own, theirs, settings.confidence, *speedups)),
         )
+    return found
+
+
+def _own_domains(candidate: HoldoutScore, settings: ScoreSettings) -> dict[str, DomainResult]:
+    """tau of each domain, and the expected speed-up that it makes at the round times of the whole."""
+    table, found = serving(candidate.table, settings), {}
+    for domain in sorted(counts.values(table, "domain")):
+        value = tau(counts.where(table, domain=domain), settings.confidence).value
+        found[domain] = DomainResult(tau=value, speedup=float(candidate.row.gain.speedup(value)))
     return found
 
 

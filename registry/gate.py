@@ -106,10 +106,19 @@ class DomainFigures(_Record):
     """Difference of the expected speed-ups on this domain, paired by conversation."""
 
 
+class DomainResult(_Record):
+    """The candidate on one domain of the holdout."""
+
+    tau: Number
+    speedup: Number
+    """Expected speed-up of that tau at the times of the whole."""
+
+
 class Evidence(_Record):
     """Evidence of the gate: all measured figures. Without a champion, `champion` and `difference` are None."""
 
     candidate: Figures
+    candidate_domains: dict[str, DomainResult] = {}
     conversations: int = Field(ge=0)
     clusters: int = Field(ge=0)
     """Clusters of near-duplicates that the conversations are of."""

@@ -1,6 +1,8 @@
 """Files beside a draft that is handed out: `serve.json`, with plan and serving command, and a model card, README.md."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import __version__
@@ -32,6 +34,8 @@ class DraftFacts(NamedTuple):
     """Expected speed-up on the holdout."""
     measured: str = ""
     """Where the times behind the speed-up hold."""
+    domains: Mapping[str, Mapping[str, float | None]] = MappingProxyType({})
+    """`tau` and `speedup` on the holdout by domain."""
 
 
 def facts_of(folder: Path, target: str) -> DraftFacts:
@@ -41,7 +45,7 @@ def facts_of(folder: Path, target: str) -> DraftFacts:
         known = read_object((folder.parent if folder.is_file() else folder) / PLAN_FILE)
     except (MissingFileError, CorruptDataError):
         known = {}
-    carried = {name: known[name] for name in ("version", "tau", "speedup", "measured") if known.get(name)}
+    carried = {name: known[name] for name in ("version", "tau", "speedup", "measured", "domains") if known.get(name)}
     if not meta_file(folder).is_file():
         return DraftFacts(family_at(folder), target, **carried)
     meta = read_meta(folder)
@@ -50,26 +54,28 @@ def facts_of(folder: Path, target: str) -> DraftFacts:
 
 def write_card(
     folder: Path,
-    place: Path,
+    place: str,
     layout: Format,
     found: FoundPlan,
     facts: DraftFacts,
     target: TargetSettings | None,
+    metadata: str = "",
 ) -> ServeCommand:
     """Write `serve.json` and the model card of a draft into its folder; returns the command that serves it.
 
-    `folder`: where the files lie now. `place`: where they will. `layout`: the folder's format. `target` None: only its
-    fingerprint is known. Somebody else's README.md is left as it is.
+    `folder`: where the files lie now. `place`: where engines will find them, a path or a repository of the hub.
+    `layout`: the folder's format. `target` None: only its fingerprint is known. `metadata` goes before the card.
+    Somebody else's README.md is left as it is.
     """
     # An engine's format holds no tree: its plan is the best chain.
     plan = found.plan if layout == NATIVE else found.plan.as_chain
-    command = serve_command(layout, facts.family, found.plan, str(place.absolute()), target)
-    record: dict[str, Any] = facts._asdict() | {ASSUMED: found.assumed}
-    record = {name: value for name, value in record.items() if value not in (None, "")}
+    command = serve_command(layout, facts.family, found.plan, place, target)
+    record: dict[str, Any] = facts._asdict() | {"domains": dict(facts.domains), ASSUMED: found.assumed}
+    record = {name: value for name, value in record.items() if value not in (None, "", {})}
     record |= {"engine": command.engine, "command": command.text, "notes": list(command.notes)}
     write_plan(folder, plan, record)
     if not (folder / CARD_FILE).exists():
-        write_bytes(folder / CARD_FILE, _card(found, facts, command).encode())
+        write_bytes(folder / CARD_FILE, (metadata + _card(found, facts, command)).encode())
     return command
 
 
@@ -90,6 +96,11 @@ def _card(found: FoundPlan, facts: DraftFacts, command: ServeCommand) -> str:
     rows += [] if facts.tau is None else [("tau on the holdout", f"{facts.tau:.2f}")]
     at = f" ({facts.measured})" if facts.measured else ""
     rows += [] if facts.speedup is None else [("expected speed-up", f"{facts.speedup:.2f}x over plain decoding{at}")]
+    domains = [
+        f"| {name} | {_number(row.get('tau'))} | {_number(row.get('speedup'), 'x')} |"
+        for name, row in facts.domains.items()
+    ]
+    by_domain = ["", "On the holdout, by domain:", "", "| domain | tau | expected speed-up |", "|---|---|---|"]
     # 3) How to serve it.
     language = "python" if command.engine == "transformers" else "bash"
     lines = [
@@ -101,6 +112,7 @@ def _card(found: FoundPlan, facts: DraftFacts, command: ServeCommand) -> str:
         "| | |",
         "|---|---|",
         *(f"| {name} | {value} |" for name, value in rows),
+        *([*by_domain, *domains] if domains else []),
         "",
         f"## Serve it with {command.engine}",
         "",
@@ -112,3 +124,7 @@ def _card(found: FoundPlan, facts: DraftFacts, command: ServeCommand) -> str:
         f"Made by draftforge {__version__}; `{PLAN_FILE}` says the same for programs.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.2f}{unit}"

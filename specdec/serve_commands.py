@@ -7,6 +7,7 @@ Options are those of vLLM 0.23 to 0.33, SGLang 0.5.23 and llama.cpp b11549. Wher
 import json
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InputError
@@ -49,8 +50,8 @@ def serve_command(
 ) -> ServeCommand:
     """Command that serves a target with a draft.
 
-    `layout`: format of the draft's folder, each of which one engine reads. `draft`: path of the folder. `target` None:
-    its place is not known, and the command has TARGET for it.
+    `layout`: format of the draft's folder, each of which one engine reads. `draft`: absolute path of the folder, or its
+    repository on the hub. `target` None: its place is not known, and the command has TARGET for it.
     """
     served = target or TargetSettings(model=UNKNOWN_TARGET)
     match layout:
@@ -192,6 +193,8 @@ def _llama(family: str, plan: ServingPlan, draft: str, target: TargetSettings) -
     words += ["--spec-draft-n-max", str(plan.chain_tokens), "--spec-draft-p-min", "0"]
     words += ["--spec-draft-sampling", "probabilistic"] if plan.rule == "token" else []
     notes = [*_chain_note("llama.cpp", plan), *_rule_note("llama.cpp", plan, ["greedy", "onehot", "match", "token"])]
+    if not Path(draft).is_absolute():
+        notes.append(f"it reads the draft from disk: hf download {draft} --local-dir {draft}")
     if not _is_gguf(target):
         notes.append(
             f"{_llama_model(target)} is the target as a GGUF file (llama.cpp's convert_hf_to_gguf.py makes one)"

@@ -18,6 +18,7 @@ from draftforge.pipeline.cli_options import (
     BenchOptions,
     GenerateOptions,
     MetricsOptions,
+    PushOptions,
     SkipLayersOptions,
     StoreOptions,
     WatchOptions,
@@ -26,7 +27,7 @@ from draftforge.pipeline.doctor import gpu_driver
 
 PLACES = {
     **dict.fromkeys(["distill", "mix", "capture", "train", "score", "promote"], "distill"),
-    **{verb: verb for verb in ["retrain", "watch", "fetch", "export", "generate", "bench", "doctor", "report"]},
+    **{verb: verb for verb in ["retrain", "watch", "fetch", "export", "generate", "bench", "doctor", "report", "push"]},
     **{
         "registry": "registry_listing",
         "rollback": "promotion",
@@ -74,6 +75,7 @@ def run(*args: str) -> int:
 
 
 RECIPE = ("recipe", "r.yaml", ["seed=1"])
+PUSHED = PushOptions(workdir=Path("w"), base_model="a/b", license="mit", private=True, dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,12 @@ RECIPE = ("recipe", "r.yaml", ["seed=1"])
         ("export r.yaml out seed=1 --format hf --target-id a/b", "export", (RECIPE, Path("out"), None, "hf", "a/b")),
         ("report r.yaml seed=1 --out page.html", "report", (RECIPE, Path("page.html"))),
         ("inspect-mix r.yaml seed=1 --out page.html", "inspect-mix", (RECIPE, Path("page.html"))),
+        ("push r.yaml me/it", "push", ("r.yaml", "me/it", PushOptions())),
+        (
+            "push models:/x@champion me/it --workdir w --base-model a/b --license mit --private --dry-run",
+            "push",
+            ("models:/x@champion", "me/it", PUSHED),
+        ),
         ("retrain r.yaml seed=1", "retrain", (RECIPE,)),
         ("retrain r.yaml seed=1 --dry-run", "dry run", (RECIPE,)),
         ("watch r.yaml seed=1", "watch", (RECIPE, ["r.yaml", "seed=1"], WatchOptions())),

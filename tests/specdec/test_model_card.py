@@ -24,7 +24,7 @@ TREE = ServingPlan(
 
 def test_a_card_says_what_serves_the_draft_and_what_it_was_worth(tmp_path: Path) -> None:
     facts = DraftFacts("eagle3", "model", "ab" * 32, "drafts-ab/7", 240, 2.051, 1.187, "batch 1 on two cores")
-    command = write_card(tmp_path, tmp_path / "there", "vllm", FoundPlan(TREE), facts, TARGET)
+    command = write_card(tmp_path, str(tmp_path / "there"), "vllm", FoundPlan(TREE), facts, TARGET)
     card, record = (tmp_path / "README.md").read_text(), json.loads((tmp_path / "serve.json").read_text())
     rows = dict(
         line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ") and " | " in line[2:-2]
@@ -46,7 +46,7 @@ def test_a_card_says_what_serves_the_draft_and_what_it_was_worth(tmp_path: Path)
 
     # An engine's format has the chain that the engine drafts.
     (tmp_path / "x").mkdir()
-    write_card(tmp_path / "x", tmp_path, "sglang", FoundPlan(TREE), facts, None)
+    write_card(tmp_path / "x", str(tmp_path), "sglang", FoundPlan(TREE), facts, None)
     assert find_plan(tmp_path / "x") == FoundPlan(TREE.as_chain)
 
 
@@ -71,6 +71,6 @@ def test_somebody_elses_draft_is_known_by_its_files(
     assert (layout_of(tmp_path), family_at(tmp_path)) == (layout, family)
     facts, found = facts_of(tmp_path, "model"), find_plan(tmp_path)
     assert facts == DraftFacts(family, "model") and found.assumed
-    write_card(tmp_path, tmp_path, layout, found, facts, TARGET)
+    write_card(tmp_path, str(tmp_path), layout, found, facts, TARGET)
     assert (tmp_path / "README.md").read_text() == "theirs"  # their card says more than ours would
     assert find_plan(tmp_path) == found  # what was assumed stays an assumption

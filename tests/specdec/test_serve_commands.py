@@ -186,6 +186,9 @@ def test_llamacpps_own_parser_takes_its_command(family: str, kind: str) -> None:
     assert drawn.speculative.draft.probabilistic
     (note,) = command("gguf", family).notes
     assert "TARGET.gguf is the target as a GGUF file" in note
+    on_hub = serve_command("gguf", family, CHAIN, "me/draft", GGUF)  # it takes files alone
+    assert on_hub.notes == ("it reads the draft from disk: hf download me/draft --local-dir me/draft",)
+    assert parsed(on_hub.text).speculative.draft.mparams.path == "me/draft/draft.gguf"
 
 
 def test_llamacpps_parser_refuses_what_it_does_not_know(capfd: pytest.CaptureFixture[str]) -> None:
