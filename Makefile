@@ -1,6 +1,6 @@
 # make demo    the whole pipeline on a real 135M model, from an empty checkout to a draft that has met the gate
 # make test    every test; make check   style, types, packaging; make mutants   do the tests notice breaks of the core?
-# make clean, make distclean
+# make image   a container image, where docker is there; make clean, make distclean
 # make test-vllm   counts against vLLM's, and what speculators reads, in an environment of its own (2.4 GB in .cache)
 # Needs Python 3.11 or later and make; everything else goes into .venv.
 
@@ -20,7 +20,7 @@ TARGET := .cache/smollm2-135m-instruct
 VLLM_VENV ?= $(abspath .cache/vllm)
 WORKERS ?= 2
 
-.PHONY: help install target browser demo test mutants test-vllm check format clean distclean
+.PHONY: help install target browser demo test mutants test-vllm check image format clean distclean
 .DELETE_ON_ERROR:
 
 help:
@@ -81,6 +81,11 @@ check: $(TESTED) $(LINK)
 	@echo "mypy --strict: package, tests and scripts" && MYPYPATH=.typing $(BIN)/mypy -p draftforge
 	@echo "mutants fit the code" && $(BIN)/python scripts/mutants.py --check
 	@echo "packaging" && $(BIN)/python -m pytest tests/test_packaging.py
+
+image:
+	@docker build $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL) $(if $(PIP_EXTRA_INDEX_URL),--build-arg PIP_EXTRA_INDEX_URL) \
+		-t draftforge .
+	@docker run --rm draftforge --version
 
 format: $(TESTED)
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
