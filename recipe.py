@@ -268,7 +268,16 @@ def _schema(model: type[BaseModel]) -> Schema:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that refuses duplicate keys, and that reads 1e-4 as a number."""
+    """YAML loader that refuses duplicate keys and tags, and that reads 1e-4 as a number."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        # PyYAML's constructors fail in many ways at a text that is none of its tag: `!!float ""`, `!!timestamp x`.
+        event = self.peek_event()
+        if tag := getattr(event, "tag", None):
+            raise yaml.constructor.ConstructorError(
+                problem=f"the tag {tag[:80]}: a recipe has none", problem_mark=event.start_mark
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()

@@ -121,7 +121,11 @@ def test_every_mistake_has_its_line(tmp_path: Path) -> None:
         ("train: {}\ntrain: {}", "recipe.yaml: line 3: not valid YAML: key train twice"),
         ("train: {}\n? [a]\n: 1", "recipe.yaml: line 3: not valid YAML: a key is no text"),
         ("train: {steps: 1, steps: 2}", "recipe.yaml: line 2: not valid YAML: key steps twice"),
-        ("train: !!python/name:os.system", "recipe.yaml: line 2: not valid YAML: could not determine a constructor"),
+        ("train: !!python/name:os.system", "recipe.yaml: line 2: not valid YAML: the tag tag:yaml.org,2002:python"),
+        ("train: {steps: !!float ''}", "recipe.yaml: line 2: not valid YAML: the tag tag:yaml.org,2002:float: a"),
+        ("train: !!timestamp x", "recipe.yaml: line 2: not valid YAML: the tag tag:yaml.org,2002:timestamp"),
+        ("train: !own [1]", "recipe.yaml: line 2: not valid YAML: the tag !own: a recipe has none"),
+        ("train: ! x", "recipe.yaml: line 2: not valid YAML: the tag !: a recipe has none"),
     ],
 )
 def test_yaml_mistakes_name_the_line(tmp_path: Path, text: str, line: str) -> None:
