@@ -272,7 +272,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         # PyYAML's constructors fail in many ways at a text that is none of its tag: `!!float ""`, `!!timestamp x`.
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         if tag := getattr(event, "tag", None):
             raise yaml.constructor.ConstructorError(
                 problem=f"the tag {tag[:80]}: a recipe has none", problem_mark=event.start_mark

@@ -12,9 +12,9 @@ import re
 import unicodedata
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby
 from json.encoder import encode_basestring, encode_basestring_ascii
 from typing import Any
 
@@ -141,11 +141,8 @@ class Redactor:
         spans = self._spans(_APART.join(leaves))
         starts = list(accumulate((len(leaf) + len(_APART) for leaf in leaves), initial=0))
         # 2) Each span in the value that it lies in.
-        inside: dict[int, list[_Found]] = {}
-        for start, end, kind in spans:
-            leaf = bisect_right(starts, start) - 1
-            inside.setdefault(leaf, []).append((start - starts[leaf], end - starts[leaf], kind))
-        changed = {leaf: _replaced(leaves[leaf], found) for leaf, found in inside.items()}
+        inside = groupby(spans, lambda span: bisect_right(starts, span[0]) - 1)
+        changed = {leaf: _replaced(leaves[leaf], found, starts[leaf]) for leaf, found in inside}
         # 3) What is changed, written as it was.
         written, secrets = _written(text, tree, changed)
         by_name: list[Kind] = ["key"] * secrets
@@ -205,13 +202,13 @@ _Tree = dict[int, "int | tuple[str, _Tree] | None"]
 """By the number of a JSON text's token: its value's number, JSON inside of it, or None for a secret by its name."""
 
 
-def _replaced(text: str, spans: Sequence[_Found]) -> str:
-    """The text with placeholders where they stand."""
+def _replaced(text: str, spans: Iterable[_Found], begin: int = 0) -> str:
+    """The text with placeholders where the spans stand, which count from `begin` before it."""
     pieces, done = list[str](), 0
     for start, end, kind in spans:
-        pieces += (text[done:start], f"<{kind}>")
-        done = end
-    return "".join((*pieces, text[done:])) if spans else text
+        pieces += (text[done : start - begin], f"<{kind}>")
+        done = end - begin
+    return "".join((*pieces, text[done:])) if pieces else text
 
 
 def _written(text: str, tree: _Tree, changed: Mapping[int, str]) -> tuple[str, int]:

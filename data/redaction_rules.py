@@ -383,8 +383,8 @@ def _abroad(digits: str) -> bool:
 
 
 @cache
-def _national_plan(countries: tuple[str, ...], length: int) -> _NumberPlan | None:
-    """Plan of the numbers of some countries as they are dialled inside of them."""
+def _national(countries: tuple[str, ...]) -> Callable[[str], bool]:
+    """Function that tells whether digits are a valid number as it is dialled inside of one of some countries."""
     every = {country: metadata for country in countries if (metadata := _METADATA.metadata_for_region(country))}
     # Without a trunk prefix, in countries that are dialled so; and with each.
     bare = [
@@ -393,13 +393,8 @@ def _national_plan(countries: tuple[str, ...], length: int) -> _NumberPlan | Non
         if metadata.national_prefix in (None, "1") or country in _BARE
     ]
     behind = [(metadata.national_prefix, metadata) for metadata in every.values() if metadata.national_prefix]
-    return _number_plan([*bare, *behind], length)
-
-
-def _national(countries: tuple[str, ...], digits: str) -> bool:
-    """Whether digits are a valid number inside of one of the countries."""
-    plan = _national_plan(countries, len(digits))
-    return plan is not None and plan.has(digits)
+    plan_of = cache(partial(_number_plan, [*bare, *behind]))
+    return lambda digits: (plan := plan_of(len(digits))) is not None and plan.has(digits)
 
 
 _PHONE_MARKS = "+ .()/-"
@@ -421,10 +416,10 @@ def rules(kinds: Sequence[Kind], countries: Sequence[str] = ()) -> list[Rule]:
     """
     phones = [
         Rule("phone", _PHONE_ABROAD, partial(_phone, _abroad), digit=True),
-        Rule("phone", _PHONE_SHAPES, partial(_phone, partial(_national, _SHAPED_COUNTRIES)), digit=True),
+        Rule("phone", _PHONE_SHAPES, partial(_phone, _national(_SHAPED_COUNTRIES)), digit=True),
     ]
     if countries:
-        phones.append(Rule("phone", _PHONE_ANY, partial(_phone, partial(_national, tuple(countries))), digit=True))
+        phones.append(Rule("phone", _PHONE_ANY, partial(_phone, _national(tuple(countries))), digit=True))
     return [rule for rule in (*_RULES, *phones) if rule.kind in kinds]
 
 
