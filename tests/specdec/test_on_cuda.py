@@ -15,7 +15,7 @@ from draftforge.specdec.decoder import Generation, generate
 from draftforge.specdec.kernels.attention import attention
 from draftforge.specdec.kernels.block_attention import BlockMask, Sight, merged_blocks
 from draftforge.specdec.kernels.column_attention import attend_columns
-from draftforge.specdec.kernels.document_mask import QueryMask
+from draftforge.specdec.kernels.document_mask import PADDING, QueryMask
 from draftforge.specdec.kernels.fused import fuse
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.requests import Request
@@ -115,6 +115,7 @@ def test_attention_of_blocks_in_half_precision(width: int) -> None:
         rows, tokens = documents.document_BT.shape
         at_BM = torch.arange(1, tokens - width, width).expand(rows, -1).to(device)
         mask = BlockMask(QueryMask(documents, at_BM), width)
+        meant_BN = (documents.document_BT.gather(1, at_BM) != PADDING).repeat_interleave(width, 1).cpu()
         shapes = [(9, at_BM.shape[1] * width), *[(3, tokens)] * 2, *[(3, at_BM.shape[1] * width)] * 2]
         drawn = [torch.randn(rows, heads, places, 64, generator=generator).bfloat16() for heads, places in shapes]
         query, known, values, key, value = inputs = [one.to(device, dtype).requires_grad_() for one in drawn]
@@ -123,8 +124,9 @@ def test_attention_of_blocks_in_half_precision(width: int) -> None:
         else:
             together = torch.cat([known, key], 2), torch.cat([values, value], 2)
             output = attention(query, *together, mask.dense(Sight(None, False)), None).transpose(1, 2)
+        output = output.float().cpu() * meant_BN[..., None, None]
         weight = torch.randn(output.shape, generator=generator)
-        grads = torch.autograd.grad((output.float() * weight.to(device)).sum(), inputs)
-        found.append([output.detach().float().cpu(), *(one.float().cpu() for one in grads)])
+        grads = torch.autograd.grad((output * weight).sum(), inputs)
+        found.append([output.detach(), *(one.float().cpu() for one in grads)])
     for half, whole in zip(*found, strict=True):
         assert float((half - whole).norm()) <= 0.01 * float(whole.norm())
