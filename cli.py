@@ -462,7 +462,9 @@ def report(
 
 
 @app.command(rich_help_panel=LOOK)
+@cli_options.spread
 def doctor(
+    options: cli_options.DraftDoctorOptions,
     workdir: Annotated[Path, typer.Option("--workdir", help="Where runs will be written.")] = Path("runs"),
     tracking_uri: Annotated[
         str | None, typer.Option("--tracking-uri", help="MLflow store; default: MLFLOW_TRACKING_URI, else a file.")
@@ -471,11 +473,19 @@ def doctor(
 ) -> None:
     """Say what this machine can do, what is missing, and how to mend it. Exit code 1 if something must be mended.
 
-    Example: draftforge doctor --workdir runs
-    """
-    from .pipeline import doctor as examination
+    With --draft: say why a draft is accepted less than it should be, and write the corrected one beside it. Exit code
+    0: healthy; 5: the draft is at fault or undertrained; 3: the engine is at fault (--served).
 
-    raise typer.Exit(examination.doctor(workdir, tracking_uri, as_json))
+    Example: draftforge doctor --draft my-head --target ./my-model --served metrics.txt
+    """
+    if options.draft is None:
+        cli_options.refuse_without("--draft", target=options.target, served=options.served, answers=options.answers)
+        from .pipeline import doctor as examination
+
+        raise typer.Exit(examination.doctor(workdir, tracking_uri, as_json))
+    from .pipeline.draft_doctor import examine_draft
+
+    raise typer.Exit(examine_draft(options, as_json))
 
 
 @app.command(rich_help_panel=STAGES)

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from typer import BadParameter, Option
 
+from ..errors import InputError
+
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
     """Give Typer a verb whose last parameter is a dataclass of options as one with a parameter a field."""
@@ -257,3 +259,29 @@ class MetricsOptions:
     fail_on_mismatch: Annotated[
         bool, Option("--fail-on-mismatch", help="Exit code 3 where served and expected acceptance differ.")
     ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftDoctorOptions:
+    """What `draftforge doctor` examines beside the machine: a draft, its target, and where its acceptance was seen."""
+
+    draft: Annotated[
+        Path | None, Option("--draft", metavar="FOLDER", help="Examine this draft, in any layout, not the machine.")
+    ] = None
+    target: Annotated[str | None, Option("--target", help="With --draft: its target, a folder or hub id.")] = None
+    served: Annotated[
+        Path | None, Option("--served", metavar="FILE", help="With --draft: the engine's metrics, as it shows them.")
+    ] = None
+    answers: Annotated[
+        Path | None,
+        Option(
+            "--answers", metavar="FILE", help="With --draft: prompts or answers, a log or capture; default: shipped."
+        ),
+    ] = None
+
+
+def refuse_without(needed: str, **given: object) -> None:
+    """Raise InputError for an option that is given without the one that it needs."""
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(f"--{name} {value}: is of {needed}, which is not given")

@@ -16,6 +16,7 @@ from draftforge.errors import InputError, LockedError, TrainingDivergedError
 from draftforge.pipeline.cli_options import (
     TARGET,
     BenchOptions,
+    DraftDoctorOptions,
     GenerateOptions,
     MetricsOptions,
     PushOptions,
@@ -58,6 +59,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     monkeypatch.setattr("draftforge.pipeline.registry_listing.require_store", lambda _: None)
     monkeypatch.setattr("draftforge.pipeline.retrain.dry_run", record("dry run"))
     monkeypatch.setattr("draftforge.pipeline.tryout.try_out", record("try"))
+    monkeypatch.setattr("draftforge.pipeline.draft_doctor.examine_draft", record("examine"))
     monkeypatch.setattr("draftforge.pipeline.distill.open_workspace", lambda recipe: recipe)
 
     def load(path: Path, overrides: list[str] | None, draft_device: str | None = None) -> object:
@@ -129,6 +131,12 @@ PUSHED = PushOptions(workdir=Path("w"), base_model="a/b", license="mit", private
         ),
         ("registry", "registry", (None, StoreOptions(), None, False, False)),
         ("try", "try", ([], None, TARGET)),
+        ("doctor --workdir w --json", "doctor", (Path("w"), None, True)),
+        (
+            "doctor --draft d --target t --served m.txt --answers a.jsonl --json",
+            "examine",
+            (DraftDoctorOptions(draft=Path("d"), target="t", served=Path("m.txt"), answers=Path("a.jsonl")), True),
+        ),
         ("try one two --target t", "try", (["one", "two"], None, "t")),
         ("try --prompts p.txt", "try", ([], Path("p.txt"), TARGET)),
         (

@@ -1,0 +1,172 @@
+"""Answers that the doctor replays a draft along: recorded ones, or the target's own to prompts given or shipped."""
+
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..data.chat_template import render
+from ..data.conversation import SPLITS, Message
+from ..data.record_outcomes import SourceCounts
+from ..data.settings import FileSource
+from ..data.sources import detect_kind, read_records
+from ..data.store import MANIFEST, Capture
+from ..errors import InputError, MissingFileError
+from ..progress import bar, say
+from ..specdec.decoder import decode_rounds
+from ..specdec.replay.target_trace import RecordedAnswer
+from ..specdec.requests import DecodeRun, Request
+from ..specdec.sampling_settings import SamplingSettings
+from ..specdec.targets import Target
+
+MOST_ANSWERS, NEW_TOKENS = 200, 64
+"""Answers that are replayed, and tokens of those that the target is asked for."""
+_SHIPPED_ANSWERS = 96
+_SECONDS = 300.0
+"""Time for answers; the prompts that are not answered by then are left out."""
+_BATCH = 16
+_ASKED = (
+    "Explain in a few sentences how {} works.",
+    "Write a short Python function about {}.",
+    "What are three common mistakes with {}?",
+    "Write an e-mail to a colleague about {}.",
+    "Summarise what a beginner should know about {}.",
+    "Give a numbered list of five facts about {}.",
+    "Translate into French: I would like to learn more about {}.",
+    "Compare {} with its closest alternative.",
+)
+_TOPICS = (
+    *("a bicycle", "compound interest", "sorting a list", "photosynthesis", "a train timetable", "baking bread"),
+    *(
+        "password security",
+        "the water cycle",
+        "a chess opening",
+        "regular expressions",
+        "solar panels",
+        "renting a flat",
+    ),
+)
+
+
+class Asked(NamedTuple):
+    """A prompt, and the recorded answer to it, if any."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    messages: tuple[Message, ...] = ()
+    """Messages that the prompt was rendered from; none where ids or plain text were given."""
+
+
+def asked_of(place: Path | None, target: Target, **template_args: Any) -> list[Asked]:
+    """Prompts and recorded answers of a file or capture; None: the shipped prompts. Raises InputError for none."""
+    if place is None:
+        prompts = [form.format(topic) for topic, form in itertools.product(_TOPICS, _ASKED)][:_SHIPPED_ANSWERS]
+        found = [_rendered(target, (Message(role="user", content=one),), "", template_args) for one in prompts]
+    elif not place.exists():
+        raise MissingFileError(f"--answers {place}: no such file or folder")
+    elif (place / MANIFEST).is_file():
+        capture = Capture.open(place, verify=False)
+        samples = [one for split in reversed(SPLITS) for one in capture.samples(split) if one.sampling.greedy]
+        found = [Asked(one.prompt_ids, one.answer_ids) for one in samples]
+    else:
+        found = list(_of_ids(place, target)) or list(_of_log(place, target, template_args))
+    # As many as are replayed, taken from everywhere.
+    fitting = [
+        one for one in found if len(one.prompt_ids) + max(len(one.answer_ids), NEW_TOKENS) < target.max_positions
+    ]
+    if not fitting:
+        raise InputError(f"--answers {place}: holds no prompt that fits the target's context, and no answer at T=0")
+    if len(fitting) < len(found):
+        say(f"{len(found) - len(fitting)} prompts are left out: they do not fit the target's context")
+    step = max(1, len(fitting) / MOST_ANSWERS)
+    return [fitting[int(place * step)] for place in range(min(len(fitting), MOST_ANSWERS))]
+
+
+def _of_ids(place: Path, target: Target) -> Iterator[Asked]:
+    """Lines of ids: `{"prompt_ids": [...], "answer_ids": [...]}`."""
+    with place.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                raw = json.loads(line)
+            except ValueError:
+                return
+            if not isinstance(raw, dict) or "prompt_ids" not in raw:
+                return
+            ids = [raw["prompt_ids"], raw.get("answer_ids") or []]
+            if (
+                not all(
+                    isinstance(row, list) and all(type(one) is int and 0 <= one < target.embedding_rows for one in row)
+                    for row in ids
+                )
+                or not ids[0]
+            ):
+                raise InputError(
+                    f"{place}: line {number}: prompt_ids and answer_ids must be ids of the target's tokens"
+                )
+            yield Asked(*ids)
+
+
+def _of_log(place: Path, target: Target, template_args: dict[str, Any]) -> Iterator[Asked]:
+    """Conversations of a log: their last answer, where there is one, is a recorded one."""
+    kind, named = detect_kind(Path(), str(place))
+    source = FileSource.model_validate(
+        {"kind": kind, "path": str(place), "domain": None if named else "answers", "skip_invalid": True}
+    )
+    counts = SourceCounts()
+    for record in read_records(source, Path(), 0, counts):
+        messages = record.messages
+        answer = ""
+        if messages and messages[-1].role == "assistant":
+            messages, answer = messages[:-1], messages[-1].text
+        if messages:
+            yield _rendered(target, messages, answer, {**(record.template_args or {}), **template_args})
+    if counts.skipped:
+        say(f"{place}: {counts.skipped} lines are left out: they break a rule of kind {kind}")
+
+
+def _rendered(target: Target, messages: Sequence[Message], answer: str, template_args: dict[str, Any]) -> Asked:
+    """A conversation as ids; without a chat template its texts one below the other."""
+    if getattr(target.tokenizer, "chat_template", None):
+        ids = render(target.tokenizer, list(messages), template_args=template_args or None)
+    else:
+        ids = list(target.tokenizer("\n".join(one.text for one in messages)).input_ids)
+    said = list(target.tokenizer(answer, add_special_tokens=False).input_ids) if answer else []
+    return Asked(ids, said, tuple(messages))
+
+
+def answered(target: Target, asked: Sequence[Asked]) -> list[RecordedAnswer]:
+    """Recorded answers as they are, and the target's own to all other prompts, at temperature 0."""
+    kept = [
+        RecordedAnswer(one.prompt_ids, one.answer_ids, len(one.answer_ids)) for one in asked if len(one.answer_ids) > 1
+    ]
+    open_ones = [one for one in asked if not one.answer_ids]
+    if not open_ones:
+        return kept
+    # The target decodes some prompts at a time, until the time is up.
+    until, new = time.monotonic() + _SECONDS, list[RecordedAnswer]()
+    with bar("answering", len(open_ones), "prompts") as advance:
+        for start in range(0, len(open_ones), _BATCH):
+            part = open_ones[start : start + _BATCH]
+            requests = [Request(one.prompt_ids, SamplingSettings(), 0, NEW_TOKENS, target.stop_ids) for one in part]
+            for step in decode_rounds(DecodeRun(target, None, requests, batch_size=_BATCH)):
+                for number, generation in step:
+                    new.append(RecordedAnswer(part[number].prompt_ids, generation.tokens, NEW_TOKENS))
+                    advance()
+            if time.monotonic() > until and start + _BATCH < len(open_ones):
+                say(f"{len(open_ones) - len(new)} prompts are left out: {_SECONDS:.0f} s are up")
+                break
+    long_enough = [one for one in (*kept, *new) if len(one.answer_ids) > 1]
+    if len(long_enough) < 3:
+        raise InputError("the target's answers are too short to replay a draft on; give other prompts by --answers")
+    return long_enough
+
+
+def thinking_settings(target: Target) -> list[dict[str, Any]]:
+    """Arguments that switch thinking on and off in the target's chat template; none where it knows no such thing."""
+    template = str(getattr(target.tokenizer, "chat_template", None) or "")
+    for name in ("enable_thinking", "thinking"):
+        if name in template:
+            return [{name: True}, {name: False}]
+    return []

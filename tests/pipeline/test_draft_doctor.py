@@ -1,0 +1,184 @@
+"""The doctor on drafts: faults that are planted into healthy ones are named and mended, and nothing else is."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trained import Trained, sentences
+
+from draftforge import cli
+from draftforge.errors import InputError, MissingFileError, OwnershipError
+from draftforge.pipeline.cli_options import DraftDoctorOptions
+from draftforge.pipeline.doctor_report import Diagnosis
+from draftforge.pipeline.draft_doctor import Examination
+from draftforge.specdec.decoder import decode_rounds
+from draftforge.specdec.requests import DecodeRun, Request
+from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.targets import Target
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "plant_faults.py"
+ANSWERS, TOKENS = 24, 30
+NOISE = 1.3
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plant_faults", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plant_faults"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def answering(trained_drafts: Trained) -> Target:
+    return trained_drafts.target()
+
+
+@pytest.fixture(scope="module")
+def answers(answering: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompts of the kind that target and drafts were trained on, and the target's own answers."""
+    lines = sentences(ANSWERS, 999).splitlines()
+    prompts = [answering.tokenizer(line).input_ids[: 20 + number % 9] for number, line in enumerate(lines)]
+    asked = [Request(ids, SamplingSettings(), 0, TOKENS, frozenset()) for ids in prompts]
+    done = dict(one for step in decode_rounds(DecodeRun(answering, None, asked, batch_size=ANSWERS)) for one in step)
+    path = tmp_path_factory.mktemp("doctor") / "answers.jsonl"
+    rows = [{"prompt_ids": prompts[number], "answer_ids": done[number].tokens} for number in sorted(done)]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+def examined(draft: Path, target: Target, answers: Path, **options: Any) -> Diagnosis:
+    given = DraftDoctorOptions(draft=draft, target=target.settings.model, answers=answers, **options)
+    return Examination(given, target).run()
+
+
+FAULTS = [
+    ("eagle3-reduced", "rope_theta lost", "vllm"),
+    ("eagle3-reduced", "d2t holds ids", "speculators"),
+    ("eagle3-reduced", "d2t is zeros", "vllm"),
+    ("eagle3-reduced", "embeddings of another target", "vllm"),
+    ("eagle3-reduced", "both lists of captured layers alike", "vllm"),
+    ("eagle3-reduced", "partial_rotary_factor", "vllm"),
+    ("eagle3-reduced", "int8 with scales", "vllm"),
+    ("eagle3-reduced", "state before embedding", "vllm"),
+    ("eagle3-reduced", "norm_before_residual not said", "speculators"),
+    ("eagle", "rows of query and key interleaved", "vllm"),
+    ("medusa", "heads in reverse", "vllm"),
+    ("small", "rope_theta of another model", "hf"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("draft", "name", "layout"), FAULTS, ids=[f"{d}: {n}, {form}" for d, n, form in FAULTS])
+def test_a_planted_fault_is_named_and_mended(
+    draft: str,
+    name: str,
+    layout: str,
+    script: ModuleType,
+    trained_drafts: Trained,
+    answering: Target,
+    answers: Path,
+    tmp_path: Path,
+) -> None:
+    healthy = trained_drafts.draft_folders[draft]
+    fault = next(one for one in script.FAULTS if one.name == name)
+    place = script.planted(healthy, tmp_path, fault, layout, answering)
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    found = examined(place, answering, answers)
+    assert found.verdict == "fault" and found.causes[0]["hypothesis"] in fault.names, found.causes
+    assert len(found.causes) == 1, found.causes
+    sound = Examination(DraftDoctorOptions(draft=healthy, target=answering.settings.model, answers=answers), answering)
+    (patient,), _ = sound._patients()
+    tau = sound._bench([patient]).measure(patient.reading).tau.value
+    assert found.after is not None and found.after["tau"]["value"] >= 0.99 * tau
+    # The draft itself is as it was; beside it lies one that needs no doctor.
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    assert found.corrected == f"{place}-corrected"
+    mended = Examination(DraftDoctorOptions(draft=Path(found.corrected), target="t", answers=answers), answering)
+    (patient,), refusal = mended._patients()
+    assert not refusal and mended._bench([patient]).measure(patient.reading).tau.value >= 0.99 * tau
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft", ["eagle3-reduced", "medusa", "small"])
+def test_a_healthy_draft_is_healthy(draft: str, trained_drafts: Trained, answering: Target, answers: Path) -> None:
+    found = examined(trained_drafts.draft_folders[draft], answering, answers)
+    assert (found.verdict, found.causes, found.corrected) == ("healthy", [], None)
+    assert found.before is not None and found.after is None
+
+
+@pytest.mark.slow
+def test_a_draft_that_has_learned_little_is_undertrained(
+    trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
+) -> None:
+    """Half of the way from random weights to trained ones: right now and then, and no change makes it better."""
+    place = tmp_path / "young"
+    shutil.copytree(trained_drafts.draft_folders["eagle3-reduced"], place)
+    tensors = load_file(place / "model.safetensors")
+    draw = torch.Generator().manual_seed(3)
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight") or name in ("fc.weight", "lm_head.weight"):
+            tensors[name] = tensor + NOISE * tensor.std() * torch.randn(tensor.shape, generator=draw)
+    save_file(tensors, place / "model.safetensors")
+    found = examined(place, answering, answers)
+    assert found.verdict == "undertrained" and not found.causes
+    assert any("the first token is right in" in line for line in found.evidence)
+
+
+def served(tmp_path: Path, rounds: int, accepted: tuple[int, ...]) -> Path:
+    path, at = tmp_path / "metrics.txt", enumerate(accepted)
+    lines = [f"vllm:spec_decode_num_drafts_total {rounds}", f"vllm:spec_decode_num_draft_tokens_total {3 * rounds}"]
+    lines += [f"vllm:spec_decode_num_accepted_tokens_total {sum(accepted)}"]
+    lines += [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{k}"}} {count}' for k, count in at]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.slow
+def test_low_served_counters_of_a_healthy_draft_are_the_engines_fault(
+    trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
+) -> None:
+    draft = trained_drafts.draft_folders["eagle3-reduced"]
+    low = examined(draft, answering, answers, served=served(tmp_path, 4000, (400, 40, 4)))
+    assert low.verdict == "engine" and low.served is not None and low.served["shape"] == "all"
+    assert any("captures other layers" in one["cause"] for one in low.served["causes"])
+
+
+def test_what_cannot_be_examined_is_one_line(trained_drafts: Trained, answering: Target, tmp_path: Path) -> None:
+    draft = trained_drafts.draft_folders["eagle3"]
+    with pytest.raises(MissingFileError, match="--draft nowhere: no such"):
+        examined(Path("nowhere"), answering, tmp_path)
+    with pytest.raises(InputError, match="--draft and --target: both"):
+        Examination(DraftDoctorOptions(draft=draft))
+    with pytest.raises(MissingFileError, match=r"--served .*: no such file"):
+        examined(draft, answering, tmp_path, served=tmp_path / "none")
+    (tmp_path / "ids.jsonl").write_text('{"prompt_ids": [1, 999999]}\n')
+    with pytest.raises(InputError, match="line 1: prompt_ids and answer_ids must be ids"):
+        examined(draft, answering, tmp_path / "ids.jsonl")
+
+
+def test_a_folder_that_the_doctor_did_not_write_is_kept(
+    trained_drafts: Trained, answering: Target, tmp_path: Path
+) -> None:
+    place = tmp_path / "head"
+    shutil.copytree(trained_drafts.draft_folders["eagle3"], place)
+    (tmp_path / "head-corrected").mkdir()
+    work = Examination(DraftDoctorOptions(draft=place, target=answering.settings.model), answering)
+    (patient,), _ = work._patients()
+    with pytest.raises(OwnershipError, match="was not written by the doctor"):
+        work._write(patient.reading, Diagnosis("fault", "", "eagle3", "eagle3", "", 3, 0, None))
+
+
+def test_options_of_a_draft_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", "--target", "t"])
+    assert ended.value.code == 2 and "--target t: is of --draft, which is not given" in capsys.readouterr().err
