@@ -5,7 +5,7 @@ Unlike a score, which replays recorded answers, it decodes every answer. Files i
 benchmark.json        the fingerprint of everything that its figures depend on
 runs/<12 hex>.json    one finished run, with the clock readings of all answers
 bench.json            the report
-bench.svg, bench.txt  its chart, and its conclusions in sentences
+bench.html, bench.txt its page with charts, and its conclusions in sentences
 """
 
 import shutil
@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -39,7 +40,7 @@ from ..eval.bench.run import (
 from ..eval.bench.table import bench_rows, show_bench
 from ..eval.cost_table import hardware_name
 from ..eval.draft_configs import DraftConfig, ProposerSpec
-from ..eval.report.charts import bench_svg
+from ..eval.report.page import bench_page
 from ..eval.settings import SELECTION_SPLIT, ScoreSettings
 from ..eval.summary import bench_summary
 from ..masking import masked_value
@@ -61,7 +62,7 @@ from .workspace import Workspace, require_whole
 
 CHAMPION = "champion"
 OWNER_FILE, RUNS = "benchmark.json", "runs"
-REPORT_FILE, PICTURE_FILE, WORDS_FILE = "bench.json", "bench.svg", "bench.txt"
+REPORT_FILE, PAGE_FILE, WORDS_FILE = "bench.json", "bench.html", "bench.txt"
 USUAL_TOKENS = (2, 4, 8)
 """K of chains of drafts without a plan, where none is asked for."""
 _MOST_SLOTS = 65_536  # more than any GPU holds caches for; a slip of the keyboard should not be tried
@@ -114,7 +115,7 @@ def run_bench(space: Workspace, options: BenchOptions) -> Report:
         report = run_and_report(target, options, prompts, finder, about, folder, confidence)
     show_bench(report.rows, report.failures, about)
     print("\n".join(["", *report.words]))
-    say(f"{folder / REPORT_FILE}, {PICTURE_FILE} beside it")
+    say(f"{folder / REPORT_FILE}, {PAGE_FILE} beside it")
     return report
 
 
@@ -261,9 +262,9 @@ def run_and_report(
     rows = bench_rows(records, prompts, confidence, sampling_of(options).greedy)
     summary = bench_summary(rows, options.repeats, target.dtype != torch.float32)
     report = Report(surroundings=about, rows=rows, failures=failures, words=summary)
-    # 3) Report, picture and sentences.
+    # 3) Report, page and sentences.
     storage.write_json(folder / REPORT_FILE, report.model_dump(mode="json"))
-    storage.write_bytes(folder / PICTURE_FILE, bench_svg(rows).encode())
+    storage.write_bytes(folder / PAGE_FILE, bench_page(report, datetime.now(UTC)).encode())
     storage.write_bytes(folder / WORDS_FILE, "".join(f"{line}\n" for line in summary).encode())
     return report
 

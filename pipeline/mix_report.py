@@ -20,7 +20,7 @@ from ..data.stratify import DAY, NONE
 from ..data.traffic_profile import DISTINCT, JOINT, LOG, MIX, QUANTILES, SIDES, Profile, Shares, profile
 from ..errors import DraftforgeError, InputError
 from ..eval.report import svg
-from ..eval.report.charts import HEIGHT, bar_chart, curves
+from ..eval.report.charts import HEIGHT, Figure, bar_chart, curves
 from ..eval.report.page import render
 from ..eval.table import UNKNOWN, show_cells
 from ..progress import say
@@ -32,7 +32,8 @@ from .shown_prompts import sample_prompts
 from .stages import Stages, mix_stage
 from .workspace import Workspace
 
-_MOST_BARS, _MOST_DAYS, _CURVE_POINTS = 14, 8, 200
+_MOST_BARS, _CURVE_POINTS = 14, 200
+_DAY_WIDTH, _TICK_WIDTH = 85, 66  # pixels of a label below the axis
 _COLOURS = {LOG: "s-base", MIX: "s0", SPLITS[2]: "s1"}
 _SHARES_CAPTION = "Shares of the log's most frequent labels."
 _LENGTHS_CAPTION = "Share of the records that are at most so long."
@@ -68,10 +69,13 @@ def write_page(out: Path, name: str, head: Headline, tables: Sequence[Table], fo
     """Write one HTML file in the style of a run's report: the headline, then a section for each table, its chart
     above it."""
     # One section for each table; its anchor is made of the title.
-    charts = mix_charts(found)
+    charts, small = mix_charts(found, svg.WIDTH), mix_charts(found, svg.PHONE)
     by_section = {table.title.lower().replace(" ", "-"): table for table in tables}
     # "By KEY" tables have the chart of that key; most other tables have none.
-    drawn = {anchor: charts.get(anchor.removeprefix("by-")) for anchor in by_section}
+    drawn = {
+        anchor: Figure(charts[key], small[key]) if (key := anchor.removeprefix("by-")) in charts else None
+        for anchor in by_section
+    }
     captions = {anchor: _LENGTHS_CAPTION if anchor == "lengths" else _SHARES_CAPTION for anchor in by_section}
     page = render(
         "mix.html.jinja",
@@ -87,13 +91,13 @@ def write_page(out: Path, name: str, head: Headline, tables: Sequence[Table], fo
     storage.write_bytes(out, page.encode())
 
 
-def mix_charts(found: Profile) -> dict[str, svg.Chart]:
+def mix_charts(found: Profile, width: int) -> dict[str, svg.Chart]:
     """Charts by name: shares of each label, shares of days, lengths."""
     charts = {}
     for one in found.shares:
         if one.key != JOINT and len(one.labels) > 1:
-            charts[one.key] = _day_chart(one) if one.key == DAY else _share_chart(one)
-    charts["lengths"] = _length_chart(found)
+            charts[one.key] = (_day_chart if one.key == DAY else _share_chart)(one, width)
+    charts["lengths"] = _length_chart(found, width)
     return charts
 
 
@@ -107,7 +111,7 @@ def _sides(one: Shares, shown: Sequence[int]) -> dict[str, tuple[str, list[float
     return sides
 
 
-def _share_chart(one: Shares) -> svg.Chart:
+def _share_chart(one: Shares, width: int) -> svg.Chart:
     """Bar chart of the shares of the log's most frequent labels, the sides beside each other."""
     # The most frequent labels of the log, drawn in the order of `labels`.
     sizes = one.counts[LOG]
@@ -115,16 +119,16 @@ def _share_chart(one: Shares) -> svg.Chart:
     labels = [one.labels[i] for i in shown]
     rarer = f"; {len(sizes) - len(shown)} rarer labels are not shown" if len(sizes) > len(shown) else ""
     described = f"Shares of each {one.key} in the log, the mix and the holdout{rarer}."
-    return bar_chart(f"shares-{one.key}", described, labels, _sides(one, shown))
+    return bar_chart(f"shares-{one.key}", described, labels, _sides(one, shown), width)
 
 
-def _day_chart(one: Shares) -> svg.Chart:
+def _day_chart(one: Shares, width: int) -> svg.Chart:
     """Line chart of each day's share, one line for each side."""
     sides = _sides(one, range(len(one.labels)))
     # The axis ends 6 % above the highest share, or at 1 where all shares are 0.
     highest = max(share for _, shares in sides.values() for share in shares)
-    x_axis = svg.category_axis(one.labels, "day", _MOST_DAYS)
-    frame = svg.Frame(x_axis, svg.percent_axis("share", 1.06 * highest or 1.0), HEIGHT)
+    x_axis = svg.category_axis(one.labels, "day", (width - svg.LEFT - svg.RIGHT) // _DAY_WIDTH)
+    frame = svg.Frame(x_axis, svg.percent_axis("share", 1.06 * highest or 1.0), HEIGHT, width)
     lines = {
         side: (colour, [(place + 1.0, share) for place, share in enumerate(shares)])
         for side, (colour, shares) in sides.items()
@@ -132,7 +136,7 @@ def _day_chart(one: Shares) -> svg.Chart:
     return curves("days", "Share of each day in the log, the mix and the holdout.", frame, lines)
 
 
-def _length_chart(found: Profile) -> svg.Chart:
+def _length_chart(found: Profile, width: int) -> svg.Chart:
     """Cumulative distribution of prompt and answer lengths in tokens, on a log2 axis; answers are dashed."""
     # 1) Lengths as powers of 2, of the sides that have any; an empty text counts as one token.
     known = {
@@ -141,11 +145,11 @@ def _length_chart(found: Profile) -> svg.Chart:
         for side, values in sides.items()
         if len(values)
     }
-    # 2) Axis: whole powers of 2, ten ticks at most.
+    # 2) Axis: whole powers of 2, at most as many ticks as have room.
     highest = math.ceil(max((values.max() for values in known.values()), default=1.0)) or 1
-    step = math.ceil(highest / 10)
+    step = math.ceil(highest * _TICK_WIDTH / width)
     ticks = [(float(power), f"{2**power:,}") for power in range(0, highest + 1, step)]
-    frame = svg.Frame(svg.Axis(0, highest, ticks, "tokens"), svg.percent_axis("at most so long"), HEIGHT)
+    frame = svg.Frame(svg.Axis(0, highest, ticks, "tokens"), svg.percent_axis("at most so long"), HEIGHT, width)
     # 3) Curves, thinned to a few hundred points.
     lines = {}
     for (name, side), values in known.items():

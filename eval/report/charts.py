@@ -1,10 +1,10 @@
-"""Charts of the run report, the mix page and a benchmark, from records, each with its legend.
+"""Charts of the run report, the mix page and a benchmark, from records, each with its legend, in the width asked for.
 
 A record whose number is unknown (null) draws nothing; its table says so.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from markupsafe import Markup
@@ -20,7 +20,8 @@ Shares = Mapping[str, tuple[str, list[float]]]
 """CSS class and one share a label, by name of a side."""
 Lines = Mapping[str, tuple[str, list[tuple[float, float]]]]
 """CSS class and points, by name of a line."""
-HEIGHT, NARROW, FRONTIER_HEIGHT, PANEL = 300, 480, 400, (380, 260)
+HEIGHT, HALF, FRONTIER_HEIGHT = 300, 480, 400
+"""Heights of charts, and the width of two beside each other, in pixels."""
 COLOURS = 6
 _ENDS = ("value", "low", "high")
 _SPEEDUPS = (0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 8.0, 10.0)
@@ -43,6 +44,19 @@ class Series(NamedTuple):
     name: str
     classes: str
     points: list[Point]
+
+
+class Figure(NamedTuple):
+    """A chart as a page shows it, and as a phone does."""
+
+    wide: Chart
+    phone: Chart
+
+
+def figure(draw: Callable[[int], Chart | None], wide: int = svg.WIDTH) -> Figure | None:
+    """Draw a chart at both widths; None where there is nothing to draw."""
+    drawn, small = draw(wide), draw(svg.PHONE)
+    return None if drawn is None or small is None else Figure(drawn, small)
 
 
 class Palette:
@@ -69,29 +83,31 @@ def line_chart(
 ) -> Chart:
     """Line chart: lines through points with whiskers and tooltips. `below`: elements that are drawn first."""
     drawn = svg.picture(name, description, frame, [*below, *(_line(one, frame) for one in series)])
-    return Chart(drawn, [(one.classes, one.name) for one in series], frame)
+    return Chart(drawn, [(one.classes, one.name) for one in series])
 
 
-def bar_chart(name: str, description: str, labels: Sequence[str], sides: Shares) -> Chart:
+def bar_chart(name: str, description: str, labels: Sequence[str], sides: Shares, width: int) -> Chart:
     """Bar chart of shares: a band a label, and in it a horizontal bar a side."""
     # The frame grows with the labels; the axis ends at the largest share.
-    left, each = _label_room(labels), 12 + 11 * len(sides)
+    left, above = _label_room(labels, width)
+    each = above + 12 + 11 * len(sides)
     highest = max((share for _, shares in sides.values() for share in shares), default=0.0) or 1.0
     frame = Frame(
         svg.percent_axis("share", min(1.0, 1.06 * highest)),
         Axis(0, len(labels), [], ""),
         svg.TOP + svg.BOTTOM + each * len(labels),
-        left=left,
+        width,
+        left,
     )
     elements = _label_lines(labels, frame, each)
     # A bar a side, one below the other in the label's band.
     for place, label in enumerate(labels):
         for turn, (side, (classes, shares)) in enumerate(sides.items()):
-            y = svg.TOP + place * each + 6 + 11 * turn
+            y = svg.TOP + place * each + above + 6 + 11 * turn
             bar = svg.rect(frame.x(0), y, frame.x(shares[place]) - frame.x(0), 9, "bar solid")
             elements.append(svg.group([bar], f"{label}, {side}: {shares[place]:.1%}", classes))
     legend = [(classes, side) for side, (classes, _) in sides.items()]
-    return Chart(svg.picture(name, description, frame, elements), legend, frame)
+    return Chart(svg.picture(name, description, frame, elements), legend)
 
 
 def curves(name: str, description: str, frame: Frame, lines: Lines) -> Chart:
@@ -101,13 +117,13 @@ def curves(name: str, description: str, frame: Frame, lines: Lines) -> Chart:
         for words, (classes, points) in lines.items()
     ]
     legend = [(classes, words) for words, (classes, _) in lines.items()]
-    return Chart(svg.picture(name, description, frame, elements), legend, frame)
+    return Chart(svg.picture(name, description, frame, elements), legend)
 
 
 # --- the run report ---
 
 
-def positions(rows: Sequence[Record], colours: Palette) -> Chart | None:
+def positions(rows: Sequence[Record], colours: Palette, width: int) -> Chart | None:
     """Chart of conditional acceptance by position; None where no row has any.
 
     Bars show the share of rounds of the first row that accept at least so many tokens.
@@ -117,7 +133,7 @@ def positions(rows: Sequence[Record], colours: Palette) -> Chart | None:
     if not deepest:
         return None
     axis = svg.category_axis([str(k) for k in range(1, deepest + 1)], "position in the draft")
-    frame = Frame(axis, svg.percent_axis("accepted"), HEIGHT)
+    frame = Frame(axis, svg.percent_axis("accepted"), HEIGHT, width)
     # 2) A line a draft, the drafts side by side at each position.
     series = [
         Series(
@@ -163,7 +179,7 @@ def _reached_bars(row: Record, frame: Frame) -> Iterator[Markup]:
             yield svg.group([bar], f"{share:.0%} of rounds accept at least {k + 1}")
 
 
-def domains(rows: Sequence[Record], colours: Palette) -> Chart | None:
+def domains(rows: Sequence[Record], colours: Palette, width: int) -> Chart | None:
     """Dot chart of tau by domain and sampling setting: a band a pair, in it a dot a draft; None where none is known."""
     # Unknown taus have no dot.
     known = [row for row in rows if row["tau"]["value"] is not None]
@@ -174,18 +190,19 @@ def domains(rows: Sequence[Record], colours: Palette) -> Chart | None:
     drafts = list(dict.fromkeys((row["draft"], row["step"]) for row in known))
     several = len({setting for _, setting in pairs}) > 1
     labels = [_cut(f"{domain}, {setting}" if several else domain, 28) for domain, setting in pairs]
-    each = 14 + 13 * len(drafts)
+    left, above = _label_room(labels, width)
+    each = above + 14 + 13 * len(drafts)
     x_axis = svg.numeric_axis(
         _bounds(row["tau"] for row in known), "tau: tokens per pass of the target", at_least=[1.0]
     )
     height = svg.TOP + svg.BOTTOM + each * len(pairs)
-    frame = Frame(x_axis, Axis(0, len(pairs), [], ""), height, left=_label_room(labels))
+    frame = Frame(x_axis, Axis(0, len(pairs), [], ""), height, width, left)
     elements = _label_lines(labels, frame, each)
     elements.append(svg.line(frame.x(1), svg.TOP, frame.x(1), frame.bottom, "axis"))
     # Dots with their intervals along x.
     for row in known:
         place = pairs.index((row["domain"], row["setting"]))
-        y = svg.TOP + place * each + 7 + 13 * (drafts.index((row["draft"], row["step"])) + 0.5)
+        y = svg.TOP + place * each + above + 7 + 13 * (drafts.index((row["draft"], row["step"])) + 0.5)
         tip = f"{draft_label(row)}, {row['domain']}, {row['setting']}: {interval(row['tau'])}"
         tip = f"{tip}, {row['conversations']} conversations"
         value, low, high = (row["tau"][end] for end in _ENDS)
@@ -200,10 +217,10 @@ def domains(rows: Sequence[Record], colours: Palette) -> Chart | None:
     legend = {draft_label(row): colours(row) for row in known}
     described = "Tokens per pass of the target by domain and sampling setting, with intervals."
     drawn = svg.picture("tau-by-domain", described, frame, elements)
-    return Chart(drawn, [(classes, name) for name, classes in legend.items()], frame)
+    return Chart(drawn, [(classes, name) for name, classes in legend.items()])
 
 
-def contexts(rows: Sequence[Record], colours: Palette) -> Chart | None:
+def contexts(rows: Sequence[Record], colours: Palette, width: int) -> Chart | None:
     """Chart of tau by prompt length; None where no tau is known."""
     # 1) The frame: one place a bucket of prompt lengths.
     known = [row for row in rows if row["tau"]["value"] is not None]
@@ -211,8 +228,11 @@ def contexts(rows: Sequence[Record], colours: Palette) -> Chart | None:
     if not buckets:
         return None
     most = {label: max(row["conversations"] for row in known if row["context_bucket"] == label) for label in buckets}
-    x_axis = svg.category_axis([bucket_label(label) for label in buckets], "prompt tokens (conversations)")
-    frame = Frame(x_axis, svg.numeric_axis(_bounds(row["tau"] for row in known), "tau", at_least=[1.0]), HEIGHT)
+    names = [bucket_label(label) for label in buckets]
+    if width == svg.PHONE:
+        names = [name.replace("up to ", "≤").replace("over ", ">") for name in names]
+    x_axis = svg.category_axis(names, "prompt tokens (conversations)")
+    frame = Frame(x_axis, svg.numeric_axis(_bounds(row["tau"] for row in known), "tau", at_least=[1.0]), HEIGHT, width)
     # 2) A line a draft, the drafts side by side in each bucket.
     drafts = list(dict.fromkeys((row["draft"], row["step"]) for row in known))
     series = []
@@ -233,7 +253,7 @@ def contexts(rows: Sequence[Record], colours: Palette) -> Chart | None:
     return line_chart("tau-by-context", described, frame, series, below)
 
 
-def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palette) -> Chart | None:
+def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palette, width: int) -> Chart | None:
     """Chart of one figure (tau or speedup) of every checkpoint by training step; None where none is known."""
     # 1) Trained drafts only: baselines have no steps.
     known = [row for row in rows if not row["baseline"] and row[figure]["value"] is not None]
@@ -243,7 +263,7 @@ def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palett
     unit = "x" if figure == "speedup" else ""
     axis = svg.numeric_axis(steps, "training step", at_least=[0.0])
     y_axis = svg.numeric_axis(_bounds(row[figure] for row in known), title, unit, [1.0])
-    frame = Frame(axis, y_axis, HEIGHT, NARROW)
+    frame = Frame(axis, y_axis, HEIGHT, width)
     # 2) A line a draft over its checkpoints.
     series = []
     for draft in dict.fromkeys(row["draft"] for row in known):
@@ -258,7 +278,7 @@ def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palett
     return chart._replace(legend=[*chart.legend, ("ring", "chosen")])
 
 
-def by_batch_size(rows: Sequence[Record], colours: Palette) -> Chart | None:
+def by_batch_size(rows: Sequence[Record], colours: Palette, width: int) -> Chart | None:
     """Chart of expected speed-up by batch size, at the best K or tree of each; None where no row has a load.
 
     Each draft has one line, of its chosen checkpoint or else its last.
@@ -272,7 +292,7 @@ def by_batch_size(rows: Sequence[Record], colours: Palette) -> Chart | None:
     # 2) The frame: one place a batch size.
     ends = _bounds(one["speedup"] for row in known for one in row["load"]["batches"])
     x_axis = svg.category_axis([str(size) for size in sizes], "batch size")
-    frame = Frame(x_axis, svg.numeric_axis(ends, "expected speed-up", "x", [1.0]), HEIGHT)
+    frame = Frame(x_axis, svg.numeric_axis(ends, "expected speed-up", "x", [1.0]), HEIGHT, width)
     # 3) A line a draft; each point names its K or tree in the tooltip.
     series = []
     for row in known:
@@ -313,16 +333,16 @@ def pareto(points: Sequence[ConfigPoint]) -> list[ConfigPoint]:
     return best
 
 
-def frontier(rows: Sequence[Record], chosen: Record, colours: Palette) -> Chart | None:
+def frontier(rows: Sequence[Record], chosen: Record, colours: Palette, width: int) -> Chart | None:
     """Scatter of cost and tau of every checkpoint at every K and tree, its frontier, and lines of equal speed-up."""
     points = config_points(rows)
     if not points:
         return None
     costs, taus = [point.cost for point in points], [point.tau for point in points]
     ends = [point.row["tau"][end] for point in points for end in ("low", "high")]
-    x_axis = svg.numeric_axis(costs, "what a round takes beyond a plain step, in plain steps", at_least=[0.0])
+    x_axis = svg.numeric_axis(costs, "a round beyond a plain step, in plain steps", at_least=[0.0])
     y_axis = svg.numeric_axis([*taus, *(end for end in ends if end is not None)], "tau", at_least=[1.0])
-    frame = Frame(x_axis, y_axis, FRONTIER_HEIGHT)
+    frame = Frame(x_axis, y_axis, FRONTIER_HEIGHT, width)
     # 1) the ground: where speculation is slower, rays of equal speed-up, the frontier, plain decoding
     elements = [_slower(frame), *_equal_speeds(frame)]
     best = pareto([ConfigPoint({}, 0.0, 1.0), *points]) if min(costs) >= 0 else pareto(points)
@@ -331,8 +351,9 @@ def frontier(rows: Sequence[Record], chosen: Record, colours: Palette) -> Chart 
     # 2) the points, the chosen one last; K or tree is written beside each draft's last (or chosen) checkpoint
     last = {point.row["draft"]: point.row["step"] for point in sorted(points, key=lambda one: int(one.row["step"]))}
     last[chosen["draft"]] = chosen["step"]
+    named = _apart([point for point in points if last[point.row["draft"]] == point.row["step"]], chosen, frame)
     for point in sorted(points, key=lambda point: _is(point.row, chosen)):
-        elements.append(_config_mark(point, frame, colours, named=last[point.row["draft"]] == point.row["step"]))
+        elements.append(_config_mark(point, frame, colours, named=point in named))
         if _is(point.row, chosen):
             elements.append(_ring(frame.x(point.cost), frame.y(point.tau)))
     names = {draft_label({**row, "step": 0}): colours(row) for row in (point.row for point in points)}
@@ -342,7 +363,17 @@ def frontier(rows: Sequence[Record], chosen: Record, colours: Palette) -> Chart 
         "expected speed-up; below the break-even line speculation is slower than plain decoding."
     )
     drawn = svg.picture("cost-against-tau", described, frame, elements)
-    return Chart(drawn, [*legend, ("slower", "slower than plain")], frame)
+    return Chart(drawn, [*legend, ("slower", "slower than plain")])
+
+
+def _apart(points: Sequence[ConfigPoint], chosen: Record, frame: Frame) -> list[ConfigPoint]:
+    """Points whose names do not touch each other, the chosen one among them; the table names the others."""
+    named: list[ConfigPoint] = []
+    for point in sorted(points, key=lambda point: not _is(point.row, chosen)):
+        x, y = frame.x(point.cost), frame.y(point.tau)
+        if all(abs(x - frame.x(one.cost)) > 42 or abs(y - frame.y(one.tau)) > 12 for one in named):
+            named.append(point)
+    return named
 
 
 def _config_mark(point: ConfigPoint, frame: Frame, colours: Palette, named: bool) -> Markup:
@@ -397,8 +428,8 @@ def _equal_speeds(frame: Frame) -> Iterator[Markup]:
 # --- a benchmark ---
 
 
-def bench_svg(rows: Sequence[BenchRow]) -> str:
-    """SVG file of measured speed-up by batch size: a panel for all domains, then one each; a line a method.
+def bench_panels(rows: Sequence[BenchRow], width: int) -> list[tuple[str, Chart]]:
+    """Charts of measured speed-up by batch size, with their titles: of all domains, then of each; a line a method.
 
     Whiskers are the least and the most of the repeats.
     """
@@ -408,7 +439,7 @@ def bench_svg(rows: Sequence[BenchRow]) -> str:
     sizes = sorted({row.setting.batch_size for row in rows})
     ends = [end for row in drafted for end in (row.speedup.low, row.speedup.high)]
     x_axis = svg.category_axis([str(size) for size in sizes], "batch size")
-    frame = Frame(x_axis, svg.numeric_axis(ends, "speed-up", "x", [0.0, 1.0]), PANEL[1], PANEL[0])
+    frame = Frame(x_axis, svg.numeric_axis(ends, "speed-up", "x", [0.0, 1.0]), HEIGHT, width)
     # 2) A panel a domain, all domains together first.
     panels = []
     for number, domain in enumerate(sorted({row.domain for row in rows}, key=lambda name: (name != EVERY, name))):
@@ -427,8 +458,8 @@ def bench_svg(rows: Sequence[BenchRow]) -> str:
         title = "all domains" if domain == EVERY else domain
         described = f"Speed-up over plain decoding by batch size, {title}."
         chart = line_chart(f"speedup-{number}", described, frame, series, [_break_even(frame)])
-        panels.append((f"{title}: speed-up over plain decoding", chart))
-    return svg.sheet(panels, columns=3)
+        panels.append((title, chart))
+    return panels
 
 
 # --- marks that charts share ---
@@ -469,9 +500,9 @@ def _ring(x: float, y: float) -> Markup:
     return svg.circle(x, y, 9, "ring")
 
 
-def _label_room(labels: Sequence[str]) -> int:
-    """Width, in pixels, of the labels left of a chart."""
-    return 24 + int(7.2 * max(map(len, labels)))
+def _label_room(labels: Sequence[str], width: int) -> tuple[int, int]:
+    """Pixels that labels of bands take: left of the plot and, on a phone, above each band."""
+    return (16, 16) if width == svg.PHONE else (24 + int(7.2 * max(map(len, labels))), 0)
 
 
 def _label_lines(labels: Sequence[str], frame: Frame, each: int) -> list[Markup]:
@@ -481,7 +512,10 @@ def _label_lines(labels: Sequence[str], frame: Frame, each: int) -> list[Markup]
         top = svg.TOP + place * each
         if place:
             elements.append(svg.line(16, top, frame.right, top, "grid"))
-        elements.append(svg.text(frame.left - 12, top + each / 2 + 4, label, "label", "end"))
+        if frame.phone:
+            elements.append(svg.text(frame.left + 5, top + 15, label))
+        else:
+            elements.append(svg.text(frame.left - 12, top + each / 2 + 4, label, "label", "end"))
     return elements
 
 

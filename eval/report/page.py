@@ -1,11 +1,11 @@
-"""HTML page of a run's report, from records of scores. Names of domains come from logs, so everything is escaped; the
-page fetches nothing.
+"""HTML pages of a run and of a benchmark, from their records. Names of domains come from logs, so everything is
+escaped; the pages fetch nothing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pyarrow as pa
@@ -13,13 +13,15 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..acceptance import acceptance, tau
+from ..bench.run import EVERY, Report
+from ..bench.table import speed_cells, waiting_cells
 from ..counts import concat, groups, values, where
 from ..leaderboard import Checkpoint, ConfigRows, DomainRow, Row, Times, at_config, by_config, plain_row, serving
 from ..settings import ScoreSettings
 from ..summary import bucket_label, config_label, decision_summary, draft_label
-from ..table import interval, milliseconds, number
-from . import charts
-from .charts import Palette, Record
+from ..table import NUMERIC, interval, milliseconds, number
+from . import charts, svg
+from .charts import Figure, Palette, Record, bench_panels, figure
 
 
 def score_record(
@@ -139,14 +141,16 @@ def report_page(records: ReportRecords) -> str:
     decision = decision_summary(records.scores, records.promotion)
     colours = Palette(rows)
     # 2) Charts; None where a chart would be empty.
+    known = [row for row in decision.compared if row["alphas"]]
+    speedups = partial(charts.checkpoints, rows, "speedup", "expected speed-up", colours)
     figures = {
-        "positions": charts.positions([row for row in decision.compared if row["alphas"]], colours),
-        "domains": charts.domains(decision.domains, colours),
-        "contexts": charts.contexts(decision.contexts, colours),
-        "frontier": charts.frontier(configs, chosen, colours) if chosen else None,
-        "speedups": charts.checkpoints(rows, "speedup", "expected speed-up", colours),
-        "taus": charts.checkpoints(rows, "tau", "tau", colours),
-        "batches": charts.by_batch_size(rows, colours),
+        "positions": figure(partial(charts.positions, known, colours)),
+        "domains": figure(partial(charts.domains, decision.domains, colours)),
+        "contexts": figure(partial(charts.contexts, decision.contexts, colours)),
+        "frontier": figure(partial(charts.frontier, configs, chosen, colours)) if chosen else None,
+        "speedups": figure(speedups, charts.HALF),
+        "taus": figure(partial(charts.checkpoints, rows, "tau", "tau", colours), charts.HALF),
+        "batches": figure(partial(charts.by_batch_size, rows, colours)),
     }
     # 3) Everything that the template shows.
     return render(
@@ -167,6 +171,29 @@ def report_page(records: ReportRecords) -> str:
         colours=colours,
         joint=charts.joint_acceptance,
     )
+
+
+def bench_page(report: Report, made_at: datetime) -> str:
+    """HTML page of a benchmark: its conclusions, a chart of all domains and of each, and both tables."""
+    wide, phone = (bench_panels(report.rows, width) for width in (charts.HALF, svg.PHONE))
+    whole = [row for row in report.rows if row.domain == EVERY]
+    return render(
+        "bench.html.jinja",
+        report=report,
+        made_at=made_at,
+        version=report.surroundings.draftforge,
+        sections=[("speed-ups", "Speed-up by batch size"), ("speed", "Speed"), ("waiting", "Waiting and memory")],
+        panels=[(title, Figure(chart, small)) for (title, chart), (_, small) in zip(wide, phone, strict=True)],
+        speed=_method_first(speed_cells(whole, report.failures)),
+        domains=_method_first(speed_cells([row for row in report.rows if row.domain != EVERY], [])),
+        waiting=_method_first(waiting_cells(whole)),
+        numeric=NUMERIC,
+    )
+
+
+def _method_first(cells: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Cells with the method in the first column, which heads the rows, and the batch size behind it."""
+    return [[method, batch, *rest] for batch, method, *rest in cells]
 
 
 def render(template: str, **values: Any) -> str:

@@ -1,17 +1,17 @@
-"""SVG drawing: axes, marks, text and sheets of charts. Colours are CSS classes (chart.css), so a page's dark mode
+"""SVG drawing: axes, marks and text. Colours are CSS classes (chart.css), so a page's dark mode
 reaches into its charts. Whatever text goes into an element is escaped here.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from importlib import resources
 from typing import NamedTuple
 
 from markupsafe import Markup
 
-WIDTH = 680
+WIDTH, PHONE = 680, 350
+"""Widths of a chart in pixels: of a page, and of the same page on a phone."""
 LEFT, RIGHT, TOP, BOTTOM = 58, 18, 16, 54
-_MARGIN, _TITLE, _LEGEND_LINE = 14, 30, 18  # of a sheet
+_LETTER = 7.5  # width of a letter of chart.css, at most
 
 
 class Axis(NamedTuple):
@@ -29,8 +29,12 @@ class Frame(NamedTuple):
     x_axis: Axis
     y_axis: Axis
     height: int
-    width: int = WIDTH
+    width: int
     left: int = LEFT
+
+    @property
+    def phone(self) -> bool:
+        return self.width <= PHONE
 
     @property
     def right(self) -> int:
@@ -50,11 +54,10 @@ class Frame(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """Chart: an SVG picture, its plot area, and a legend of pairs of CSS class and words."""
+    """Chart: an SVG picture, and a legend of pairs of CSS class and words."""
 
     svg: Markup
     legend: list[tuple[str, str]]
-    frame: Frame
 
 
 def numeric_axis(values: Iterable[float], title: str, unit: str = "", at_least: Sequence[float] = ()) -> Axis:
@@ -95,52 +98,14 @@ def round_ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 def picture(name: str, description: str, frame: Frame, elements: Iterable[Markup]) -> Markup:
     """Whole SVG picture: axes below the elements, with a title and a description for screen readers."""
-    title, text = f"{name}-title", f"{name}-text"
+    id = f"{name}-phone" if frame.phone else name
+    title, text = f"{id}-title", f"{id}-text"
     return Markup(
         '<svg xmlns="http://www.w3.org/2000/svg" class="chart" id="{}" viewBox="0 0 {} {}" role="img" '
         'aria-labelledby="{} {}"><title id="{}">{}</title><desc id="{}">{}</desc>{}</svg>'
     ).format(
-        *(name, frame.width, frame.height, title, text, title, name.replace("-", " "), text, description),
+        *(id, frame.width, frame.height, title, text, title, name.replace("-", " "), text, description),
         join([*axes(frame), *elements]),
-    )
-
-
-def sheet(charts: Sequence[tuple[str, Chart]], columns: int = 1) -> str:
-    """Sheet of charts with their titles as one SVG file that needs no page.
-
-    It has the first chart's legend below the charts, the styles inside, and a background that is light or dark as the
-    reader's.
-    """
-    legend = charts[0][1].legend
-    columns = min(columns, len(charts))
-    # 1) a grid of cells as large as the largest chart
-    cell_width = max(chart.frame.width for _, chart in charts)
-    cell_height = max(chart.frame.height for _, chart in charts) + _TITLE
-    legend_top = math.ceil(len(charts) / columns) * cell_height + _MARGIN
-    width = columns * cell_width + 2 * _MARGIN
-    height = legend_top + len(legend) * _LEGEND_LINE + _MARGIN
-    # 2) each chart in its cell, its own coordinates kept
-    parts = [rect(0, 0, width, height, "paper")]
-    for place, (title, chart) in enumerate(charts):
-        x, y = _MARGIN + place % columns * cell_width, place // columns * cell_height
-        parts.append(text(x + 16, y + 20, title, "title"))
-        parts.append(
-            Markup('<svg x="{}" y="{}" width="{}" height="{}">{}</svg>').format(
-                x, y + _TITLE, chart.frame.width, chart.frame.height, chart.svg
-            )
-        )
-    # 3) the legend, one line a name
-    for place, (classes, words) in enumerate(legend):
-        y = legend_top + place * _LEGEND_LINE
-        mark = [line(_MARGIN + 16, y, _MARGIN + 44, y, "curve"), circle(_MARGIN + 30, y, 4.5, "dot")]
-        parts.append(group([*mark, text(_MARGIN + 52, y + 4, words)], classes=classes))
-    style = Markup(resources.files(__package__).joinpath("chart.css").read_text("utf-8"))
-    return (
-        Markup(
-            '<svg xmlns="http://www.w3.org/2000/svg" class="chart" viewBox="0 0 {} {}" width="{}" height="{}">'
-            "<style>{}</style>{}</svg>"
-        ).format(width, height, width, height, style, join(parts))
-        + "\n"
     )
 
 
@@ -191,7 +156,9 @@ def axes(frame: Frame) -> list[Markup]:
         y = frame.y(value)
         drawn += [line(frame.left, y, right, y, "grid"), text(frame.left - 8, y + 4, label, "tick", "end")]
     for value, label in frame.x_axis.ticks:
-        drawn.append(text(frame.x(value), bottom + 18, label, "tick", "middle"))
+        # A label at the end of the axis ends with the picture.
+        x = min(frame.x(value), frame.width - 2 - _LETTER / 2 * len(label))
+        drawn.append(text(x, bottom + 18, label, "tick", "middle"))
     drawn.append(line(frame.left, bottom, right, bottom, "axis"))
     drawn.append(text((frame.left + right) / 2, frame.height - 6, frame.x_axis.title, "axis-title", "middle"))
     turned = '<text transform="translate(14 {}) rotate(-90)" class="axis-title" text-anchor="middle">{}</text>'

@@ -1,20 +1,26 @@
-"""The report in a real browser, headless: what is drawn, what is asked of the network, dark, narrow, and on paper.
+"""The pages in a real browser, headless: what is drawn, what is asked of the network, dark, narrow, and on paper.
 
 Needs Chromium (`apt-get install chromium`; CHROMIUM names another one) and the package playwright, which drives it.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from benched import sample_report
 from reported import DOMAINS, sample_records
 
-from draftforge.eval.report.page import report_page
+from draftforge.eval.report.page import bench_page, report_page
 from draftforge.eval.table import interval
+from draftforge.pipeline.mix_report import inspect_mix
+from draftforge.recipe import load_recipe
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives the browser, is not installed")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -22,6 +28,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium, or name one in CHROMIUM"),
 ]
+DOMAIN_NAMES = ("support", "code", "a-domain-with-a-name-that-is-as-long-as-names-get")
 ATTACK = "</script><script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">"
 
 
@@ -37,6 +44,37 @@ def browser() -> Iterator[Any]:
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(report_page(sample_records({**DOMAINS, ATTACK: 0.02})))
+    return path
+
+
+@pytest.fixture(scope="module")
+def mix_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a mix of long names, several days and lengths."""
+    folder = tmp_path_factory.mktemp("mix")
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"topic{i} asks about thing{i * 7} and part{i * 3} " * (1 + i % 40)}
+            ],
+            "domain": DOMAIN_NAMES[i % len(DOMAIN_NAMES)],
+            "started": 1_790_000_000 + 43_200 * i,
+            "ended": 1_790_000_009 + 43_200 * i,
+        }
+        for i in range(60)
+    ]
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    mix = {"sources": [{"kind": "messages", "path": str(folder / "log.jsonl")}]}
+    raw = {"name": "mixed", "target": {"model": "./none"}, "mix": mix, "workdir": str(folder / "work")}
+    raw["drafts"] = {"small": {"family": "small", "layers": 2}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(raw))
+    inspect_mix(load_recipe(folder / "recipe.yaml"), folder / "mix.html")
+    return folder / "mix.html"
+
+
+@pytest.fixture(scope="module")
+def bench_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bench") / "bench.html"
+    path.write_text(bench_page(sample_report(), datetime(2026, 11, 30, tzinfo=UTC)))
     return path
 
 
@@ -72,8 +110,10 @@ def test_it_is_quiet_and_asks_for_nothing_but_itself(opened: Opened, page_file: 
     assert opened.page.title() == "demo: draft report"  # what a domain's name asks for does not run
 
 
-def test_charts_are_drawn_inside_their_boxes(opened: Opened) -> None:
-    charts = opened.of("""() => [...document.querySelectorAll('svg.chart')].map(svg => {
+def charts_of(opened: Opened) -> list[dict[str, Any]]:
+    """Charts that are shown: their boxes, their marks, what sticks out of them, and texts that lie on each other."""
+    found: list[dict[str, Any]] = opened.of("""() => [...document.querySelectorAll('svg.chart')]
+        .filter(svg => svg.getBoundingClientRect().width > 0).map(svg => {
         const box = svg.getBoundingClientRect(), view = svg.viewBox.baseVal;
         const marks = [...svg.querySelectorAll('circle, rect, polyline, text')].filter(m => m.getBBox().width > 0);
         const out = [...svg.querySelectorAll('circle, text')].filter(mark => {
@@ -81,10 +121,21 @@ def test_charts_are_drawn_inside_their_boxes(opened: Opened) -> None:
             return one.left < box.left - 1 || one.right > box.right + 1 || one.top < box.top - 1
                 || one.bottom > box.bottom + 1;
         });
+        const texts = [...svg.querySelectorAll('text')].map(one => [one.textContent, one.getBoundingClientRect()]);
+        const touching = texts.flatMap(([said, a], i) => texts.slice(i + 1)
+            .filter(([_, b]) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+                && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 3)
+            .map(([other]) => said + ' | ' + other));
         return {id: svg.id, width: box.width, height: box.height, marks: marks.length, ratio: view.width / view.height,
-                out: out.map(mark => mark.outerHTML), dots: svg.querySelectorAll('circle.dot').length};
+                letters: 12.5 * box.width / view.width, out: out.map(mark => mark.outerHTML), touching,
+                dots: svg.querySelectorAll('circle.dot').length};
     })""")
-    assert {chart["id"] for chart in charts} == {
+    return found
+
+
+def test_charts_are_drawn_inside_their_boxes(opened: Opened) -> None:
+    charts = charts_of(opened)
+    assert {chart["id"].removesuffix("-phone") for chart in charts} == {
         "acceptance-by-position",
         "tau-by-domain",
         "tau-by-context",
@@ -92,10 +143,36 @@ def test_charts_are_drawn_inside_their_boxes(opened: Opened) -> None:
         "speedup-by-step",
         "tau-by-step",
     }
+    assert len(charts) == 6  # of two widths one is shown
     for chart in charts:
         assert chart["width"] > 300 and chart["height"] > 150 and chart["marks"] > 10 and chart["dots"] >= 4, chart
         assert chart["width"] / chart["height"] == pytest.approx(chart["ratio"], rel=0.02)
-        assert chart["out"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1200, 390])
+@pytest.mark.parametrize("kind", ["page_file", "mix_file", "bench_file"])
+def test_every_page_is_legible_wide_and_on_a_phone(
+    kind: str, width: int, browser: Any, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Letters of 11 pixels and more, nothing cut, no text on another, nothing beyond the window, dark and light."""
+    size = {"width": width, "height": 844}
+    opened = Opened(browser, request.getfixturevalue(kind), viewport=size, color_scheme="dark")
+    assert opened.said == []
+    charts = charts_of(opened)
+    assert charts
+    for chart in charts:
+        assert chart["letters"] >= 11 and chart["out"] == [] and chart["touching"] == [], chart
+    papers = set()
+    for scheme in ("light", "dark"):
+        opened.page.emulate_media(color_scheme=scheme)
+        opened.of("() => document.querySelectorAll('details').forEach(one => one.open = true)")
+        assert opened.of("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+        papers.add(opened.page.screenshot(path=tmp_path / f"{scheme}.png"))
+    assert len(papers) == 2
+    policy = opened.of("() => document.querySelector('meta[http-equiv=Content-Security-Policy]').content")
+    assert "default-src 'none'" in policy and "script" not in policy
+    opened.close()
 
 
 def test_nothing_sticks_out_of_the_window(opened: Opened) -> None:
@@ -146,7 +223,7 @@ def test_words_can_be_read_in_both_schemes(browser: Any, page_file: Path, scheme
     for selector in ("h1", "nav a", "figcaption", "caption", "svg .tick", "svg .label", ".badge", "tr.baseline td"):
         assert contrast(opened, selector) >= 4.5, selector
     for colour in ("s0", "s1", "s-base", "s-champion"):  # marks need less
-        assert contrast(opened, f"svg .{colour} .dot") >= 3, colour
+        assert contrast(opened, f".wide svg .{colour} .dot") >= 3, colour
     opened.close()
 
 

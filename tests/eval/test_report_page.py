@@ -68,7 +68,7 @@ def test_every_chart_has_a_name_and_a_table_with_its_numbers() -> None:
     found = read(report_page(records))
     charts = [attributes for tag, attributes in found.tags if tag == "svg"]
     ids = {attributes["id"] for _, attributes in found.tags if "id" in attributes}
-    assert len(charts) == 6
+    assert len(charts) == 12  # each at two widths
     for chart in charts:
         assert chart["role"] == "img" and set(str(chart["aria-labelledby"]).split()) <= ids
     assert len(ids) == len([1 for _, attributes in found.tags if "id" in attributes])
@@ -221,7 +221,7 @@ def test_a_draft_of_one_step_and_no_gain_is_drawn() -> None:
     for row in [*scores["rows"], *scores["plans"], *scores["domains"], *scores["contexts"]]:
         row.update({name: one for name in ("tau", "speedup", "acceptance") if name in row}, step=0, break_even_tau=1.0)
     page = report_page(replace(sample_records(), scores=scores, promotion=None))
-    assert page.count("<svg") == 6 and "nan" not in page.lower().replace("finance", "")
+    assert page.count("<svg") == 12 and "nan" not in page.lower().replace("finance", "")
 
 
 def test_heat_runs_from_the_least_to_the_most() -> None:
@@ -259,7 +259,7 @@ def test_words() -> None:
 def test_batch_sizes_are_drawn_where_rows_have_a_load() -> None:
     records = sample_records()
     rows = records.scores["rows"]
-    assert by_batch_size(rows, Palette(rows)) is None and "speedup-by-batch" not in report_page(records)
+    assert by_batch_size(rows, Palette(rows), svg.WIDTH) is None and "speedup-by-batch" not in report_page(records)
     estimate = {"value": 1.5, "low": 1.4, "high": 1.6, "clusters": 9, "reason": ""}
     rest = {"draft_tokens": 4, "tree": "", "tau": estimate, "goodput": estimate, "plain_goodput": 812.0}
     batches = [
@@ -271,7 +271,7 @@ def test_batch_sizes_are_drawn_where_rows_have_a_load() -> None:
         if row["draft"] == chosen["draft"]:  # only one checkpoint of a draft is drawn, the chosen one
             row["load"] = {"load": "batch 1 and 8", "batches": batches if row["chosen"] else [batches[0]] * 9}
     records = replace(records, scores={**records.scores, "advice": [f"serve K = 4 {ATTACK}"]})
-    chart = by_batch_size(rows, Palette(rows))
+    chart = by_batch_size(rows, Palette(rows), svg.WIDTH)
     assert chart is not None and chart.svg.count("<circle") == 2
     found = read(report_page(records))
     assert "0.87x" in found.text and "812" in found.text and "75 %" in found.text and "batch 1 and 8" in found.text

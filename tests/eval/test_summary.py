@@ -5,48 +5,16 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from benched import PARTS
+from benched import row, spread
 from hypothesis import given
 from hypothesis import strategies as st
 
 from draftforge.eval.acceptance import Estimate
-from draftforge.eval.bench.run import EVERY, BenchRow, Failure, Interval, LengthRow, Memory, Setting, Spread
+from draftforge.eval.bench.run import EVERY, BenchRow, Failure, LengthRow, Spread
 from draftforge.eval.bench.table import speed_cells, waiting_cells
-from draftforge.eval.report.charts import bench_svg
+from draftforge.eval.report import svg
+from draftforge.eval.report.charts import bench_panels
 from draftforge.eval.summary import Outcome, bench_summary, outcome
-
-NO_SPREAD = Spread(value=1.0, low=1.0, high=1.0)
-
-
-def spread(low: float, value: float | None = None, high: float | None = None) -> Spread:
-    value = low if value is None else value
-    return Spread(value=value, low=low, high=value if high is None else high)
-
-
-def row(
-    batch_size: int = 1,
-    speedup: Spread = NO_SPREAD,
-    domain: str = EVERY,
-    method: str = "small",
-    tau: float = 2.0,
-    break_even: float = 1.5,
-    alpha: float = 0.5,
-    equal: float = 1.0,
-    slots: float | None = None,
-    share: float = 0.25,
-    lengths: tuple[LengthRow, ...] = (),
-) -> BenchRow:
-    drafted = method != "plain"
-    setting = Setting(method=method, levels=4 if drafted else 0, batch_size=batch_size)
-    return BenchRow(
-        setting=setting, domain=domain, prompts=20, tokens=100, rounds=50,
-        tau=Interval(value=tau, low=tau, high=tau),
-        alphas=[Interval(value=alpha, low=alpha, high=alpha)] if drafted else [],
-        tokens_per_second=NO_SPREAD, decoding_tokens_per_second=NO_SPREAD, speedup=speedup, decoding_speedup=speedup,
-        first_token_p50=0.1, first_token_p95=0.2, inter_token_p50=0.01, inter_token_p95=0.02, first_token_share=share,
-        round_seconds=0.03, break_even_tau=break_even, slots=batch_size if slots is None else slots, parts=PARTS,
-        memory=Memory(weights=0, state=0, peak=None), equal_answers=equal, lengths=list(lengths),
-    )  # fmt: skip
 
 
 def sentences(*rows: BenchRow, repeats: int = 3, half: bool = False) -> str:
@@ -153,27 +121,28 @@ def test_every_batch_size_gets_one_outcome_and_nothing_unknown_is_shown(
     assert set(clauses.values()) == {1}
 
 
-def test_the_chart_has_a_panel_a_domain_and_a_line_a_method() -> None:
+@pytest.mark.parametrize("width", [480, svg.PHONE])
+def test_the_page_has_a_panel_a_domain_and_a_line_a_method(width: int) -> None:
     rows = [
         row(size, spread(low, low + 0.1, low + 0.2), domain, method)
         for method, low in (("plain", 0.9), ("small", 1.2), ("a<b>", 0.5))
         for size in (1, 16)
         for domain in (EVERY, "code", "math", "rag")
     ]
-    root = ET.fromstring(bench_svg(rows))
-    space = "{http://www.w3.org/2000/svg}"
-    panels = root.findall(f"{space}svg")
-    assert len(panels) == 4
-    for panel in panels:
-        dots = [one for one in panel.iter(f"{space}circle") if one.attrib["class"] == "dot"]
+    panels = bench_panels(rows, width)
+    assert [title for title, _ in panels] == ["all domains", "code", "math", "rag"]
+    for _, chart in panels:
+        root = ET.fromstring(chart.svg)
+        dots = [one for one in root.iter("{http://www.w3.org/2000/svg}circle") if one.attrib["class"] == "dot"]
         assert len(dots) == 4  # two methods at two batch sizes; plain has no line
         heights = [float(dot.attrib["cy"]) for dot in dots]
         assert max(heights[:2]) < min(heights[2:])  # 1.3x stands above 0.6x
-    titles = [text.text for text in root.iter(f"{space}text")]
-    assert "all domains: speed-up over plain decoding" in titles and "a<b> K=4" in titles
-    unknown = spread(math.nan)
-    assert "nan" not in bench_svg([row(1, unknown), row(1, method="plain")]).lower()
-    assert ET.fromstring(bench_svg([row(1, method="plain")])) is not None
+        assert root.attrib["viewBox"].split()[2] == str(width)
+        assert [words for _, words in chart.legend] == ["small K=4", "a<b> K=4"]
+    # Unknown figures, and plain decoding alone, draw no mark.
+    for rest in ([row(1, spread(math.nan)), row(1, method="plain")], [row(1, method="plain")]):
+        ((_, chart),) = bench_panels(rest, width)
+        assert "nan" not in chart.svg.lower() and "dot" not in chart.svg
 
 
 def test_cells() -> None:

@@ -1,5 +1,6 @@
 """`draftforge bench`: a recipe's drafts, folders and training-free methods on prompts of one's own."""
 
+import html
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -96,7 +97,9 @@ def test_all_that_a_recipe_has(
     assert about.drafts["small"].endswith("00004") and about.drafts["lookup"] == ""
     folder = next(trained.workdir.glob("bench-*"))
     assert Report.model_validate_json((folder / "bench.json").read_text()).words == report.words
-    assert (folder / "bench.svg").read_text().startswith("<svg")
+    page = (folder / "bench.html").read_text()
+    assert page.startswith("<!doctype html>") and "has no checkpoint yet" in page and "default-src 'none'" in page
+    assert all(html.escape(sentence) in page for sentence in report.words)
     shown = capsys.readouterr().out
     assert "not run: --draft eagle3: has no checkpoint yet" in shown
     assert "small tree best: " in shown and (folder / "bench.txt").read_text().strip() in shown
