@@ -17,14 +17,13 @@ from ...data.store import Capture
 from ...errors import InputError
 from ...specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from ...specdec.kernels.document_mask import QueryMask
-from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import DFlashSettings
 from .base import Inputs, LoadTarget, Start
 from .feature_family import FeatureFamily, check_vocabulary, copy_tables, head_incompatibility, seeded_init
-from .initial_weights import evenly_spaced_layers, layer_fields
+from .initial_weights import layer_fields
 
 
 class Blocks:
@@ -88,8 +87,6 @@ def block_offset(sample: int, epoch: int, draft_tokens: int) -> int:
     return (int(fingerprint.of_json(["blocks", sample])[:8], 16) + epoch) % draft_tokens
 
 
-_COPIED_MODELS = ("llama", "mistral", "qwen3")
-"""Model types whose layers compute what a draft's do, but for norms of queries and keys."""
 _DEFAULT_LAYERS = 3  # of a fresh draft whose recipe names no number
 
 
@@ -113,7 +110,10 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
 
     @classmethod
     def start(cls, settings: DFlashSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
-        """Fresh draft: layers of the target where they compute the same, else random; its tables or copies of them."""
+        """Fresh draft: random layers, the target's tables or copies of them.
+
+        Copies of the target's layers learn faster for some dozen steps and are worse after 240 (docs/experiments.md).
+        """
         # The vocabulary and the dimensions, then random weights by the seed.
         target = load_target()
         capture.check_target(target)
@@ -122,10 +122,8 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         with seeded_init(cls.name, seed):
             draft = DFlashDraft(config, draft_ids, settings.train_embeddings, settings.train_head)
 
-        # The target's weights take the place of random ones where they fit.
         copy_tables(draft, target)
-        layers = copy_layers(draft, target)
-        return Start(draft, extra | ({"layers": layers} if layers else {}))
+        return Start(draft, extra)
 
     @classmethod
     def incompatibility(cls, settings: DFlashSettings, draft: DFlashDraft, source: str) -> str | None:
@@ -186,26 +184,6 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
     def head(self) -> Head:
         """The draft's own head, or the target's."""
         return self._target_head if self.draft.lm_head is None else Head(self.draft.lm_head.weight)
-
-
-@torch.no_grad()
-def copy_layers(draft: DFlashDraft, target: CausalModel) -> list[int]:
-    """Start the draft's layers from evenly spaced ones of the target. Returns which; none where they compute otherwise.
-
-    Norms of queries and keys that the target does not have start at one.
-    """
-    # Only where the layers are of the same kind and there are enough of them.
-    count, total = draft.config.num_hidden_layers, target.num_layers
-    if target.config.model_type not in _COPIED_MODELS or count > total:
-        return []
-    chosen = evenly_spaced_layers(count, total) if count > 1 else [total // 2]
-    for layer, source in zip(draft.layers, chosen, strict=True):
-        # The draft keeps only what the target lacks; another shape or name means that the kinds differ after all.
-        own, theirs = layer.state_dict(), target.layer_weights(source)
-        if not all(name in own and tensor.shape == own[name].shape for name, tensor in theirs.items()):
-            return []
-        layer.load_state_dict({**own, **theirs})
-    return chosen
 
 
 def dflash_config(settings: DFlashSettings, target: Target, draft_vocabulary: int) -> DFlashConfig:

@@ -16,7 +16,6 @@ from draftforge.train.families.dflash import (
     Blocks,
     DFlashFamily,
     block_offset,
-    copy_layers,
     copy_tables,
     dflash_config,
     read_layers,
@@ -182,23 +181,6 @@ def test_what_is_read_of_the_target() -> None:
     assert read_layers(DFlashSettings(aux_layers=(1, 4)), 4) == (1, 4)
     with pytest.raises(InputError, match=r"draft\.aux_layers = \[1, 5\]: must be between 1 and 4"):
         read_layers(DFlashSettings(aux_layers=(1, 5)), 4)
-
-
-def test_layers_start_from_the_targets_where_they_are_alike(target: Target) -> None:
-    draft = family_of(target, layers=3).draft
-    assert copy_layers(draft, target) == [0, 2, 3]
-    theirs = dict(target.model.state_dict())
-    for layer, source in enumerate([0, 2, 3]):
-        for name, tensor in draft.layers[layer].state_dict().items():
-            wanted = torch.ones(32) if name.endswith(("q_norm.weight", "k_norm.weight")) else None
-            assert torch.equal(tensor, theirs[f"model.layers.{source}.{name}"] if wanted is None else wanted)
-    assert copy_layers(family_of(target, layers=1).draft, target) == [2]
-    others: list[dict[str, Any]] = [{"layers": 5}, {"intermediate_size": 64}]
-    for update in others:
-        draft = family_of(target, **update).draft
-        before = [tensor.clone() for tensor in draft.state_dict().values()]
-        assert copy_layers(draft, target) == []
-        assert all(torch.equal(*pair) for pair in zip(before, draft.state_dict().values()))
 
 
 def test_the_token_of_a_mask(target: Target) -> None:
