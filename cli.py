@@ -9,7 +9,8 @@ import typer
 
 from . import __version__
 from .errors import COMMAND, DraftforgeError, InputError, StoppedError, one_line
-from .pipeline import cli_exit, cli_options
+from .pipeline import cli_exit, cli_options, completion
+from .pipeline.cli_options import DraftDevice, DraftName, Overrides, RecipeFile
 
 if TYPE_CHECKING:
     from .recipe import Recipe
@@ -27,17 +28,6 @@ recipe_app = typer.Typer(no_args_is_help=True, help="Show a recipe as it will ru
 app.add_typer(recipe_app, name="recipe", rich_help_panel="Look")
 
 STAGES, REGISTRY, USE, LOOK = "Stages", "Registry", "Use a draft", "Look"
-
-RecipeFile = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file; see `draftforge recipe schema`.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="section.key=value", help="Values that replace the recipe's, e.g. drafts.eagle3.steps=20."),
-]
-DraftName = Annotated[str | None, typer.Option("--draft", help="Only this draft of the recipe; default: all.")]
-DraftDevice = Annotated[
-    str | None,
-    typer.Option("--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device."),
-]
 
 
 @app.callback(invoke_without_command=True)
@@ -98,7 +88,10 @@ def inspect_mix(
     prompts: Annotated[
         int | None, typer.Option("--prompts", min=1, help="Show so many turns as the target reads them, instead.")
     ] = None,
-    domain: Annotated[str | None, typer.Option("--domain", help="With --prompts: only of this domain.")] = None,
+    domain: Annotated[
+        str | None,
+        typer.Option("--domain", help="With --prompts: only of this domain.", autocompletion=completion.domains),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; with --prompts one a line.")] = False,
 ) -> None:
     """Say what needs attention in the mix; compare it with its log: shares, lengths, copies, contamination.
@@ -169,6 +162,7 @@ def score(
             "--draft",
             help="Only this draft of the recipe, a draft folder or .gguf of anybody's, or a file of skip-layers; "
             "default: all.",
+            autocompletion=completion.drafts,
         ),
     ] = None,
 ) -> None:
@@ -228,12 +222,23 @@ def fetch(
     store: cli_options.StoreOptions,
     layout: Annotated[
         str | None,
-        typer.Option("--format", help="hf, vllm, sglang, speculators, medusa or gguf; default: as it is stored, vllm."),
+        typer.Option(
+            "--format",
+            help="hf, vllm, sglang, speculators, medusa or gguf; default: as it is stored, vllm.",
+            autocompletion=completion.one_of(*completion.FORMATS),
+        ),
     ] = None,
     target_id: Annotated[
         str | None, typer.Option("--target-id", help="The target's hub id, for formats that name it.")
     ] = None,
-    alias: Annotated[str, typer.Option("--alias", help="champion, candidate or previous.")] = "champion",
+    alias: Annotated[
+        str,
+        typer.Option(
+            "--alias",
+            help="champion, candidate or previous.",
+            autocompletion=completion.one_of(*completion.ALIASES),
+        ),
+    ] = "champion",
 ) -> None:
     """Copy the champion of exactly this target out of the registry, for an engine; print the command that serves it.
 
@@ -252,7 +257,12 @@ def fetch(
 def registry(
     store: cli_options.StoreOptions,
     recipe: Annotated[
-        Path | None, typer.Argument(metavar="[RECIPE]", help="Whose registry; default: the store that options name.")
+        Path | None,
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="Whose registry; default: the store that options name.",
+            autocompletion=completion.recipes,
+        ),
     ] = None,
     overrides: Overrides = None,
     target: Annotated[
@@ -329,7 +339,12 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist.")],
     overrides: Overrides = None,
     draft: Annotated[
-        str | None, typer.Option("--draft", help="Name in the recipe, or a checkpoint folder; default: the chosen one.")
+        str | None,
+        typer.Option(
+            "--draft",
+            help="Name in the recipe, or a checkpoint folder; default: the chosen one.",
+            autocompletion=completion.drafts,
+        ),
     ] = None,
     layout: Annotated[
         str | None,
@@ -337,6 +352,7 @@ def export(
             "--format",
             help="hf, vllm, sglang, speculators, gguf (llama.cpp) or medusa (the original project's); default: vllm, "
             "as it is stored.",
+            autocompletion=completion.one_of(*completion.FORMATS),
         ),
     ] = None,
     target_id: Annotated[
@@ -358,7 +374,12 @@ def export(
 @cli_options.spread
 def push(
     source: Annotated[
-        str, typer.Argument(metavar="DRAFT", help="Recipe (its champion), a draft's folder, or models:/NAME/NUMBER.")
+        str,
+        typer.Argument(
+            metavar="DRAFT",
+            help="Recipe (its champion), a draft's folder, or models:/NAME/NUMBER.",
+            autocompletion=completion.pushed,
+        ),
     ],
     repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository of the Hugging Face hub.")],
     options: cli_options.PushOptions,

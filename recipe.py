@@ -411,23 +411,23 @@ def _assign(raw: dict[str, Any], keys: Keys, value: Any, override: str) -> None:
             at = at[key]
 
 
-def _branches(node: Schema, root: Schema) -> list[Schema]:
+def branches(node: Schema, root: Schema) -> list[Schema]:
     """Plain schema nodes that a node can stand for, with references and unions resolved."""
     if "$ref" in node:
-        return _branches(root["$defs"][node["$ref"].rpartition("/")[2]], root)
+        return branches(root["$defs"][node["$ref"].rpartition("/")[2]], root)
     union = [*node.get("anyOf", ()), *node.get("oneOf", ()), *node.get("allOf", ())]
-    return [branch for member in union for branch in _branches(member, root)] if union else [node]
+    return [branch for member in union for branch in branches(member, root)] if union else [node]
 
 
 def _children(nodes: Iterable[Schema], key: str | int, root: Schema) -> list[Schema]:
     """The plain schema nodes under a key or list index; none where the key is unknown."""
     found: list[Schema] = []
-    for node in (branch for parent in nodes for branch in _branches(parent, root)):
+    for node in (branch for parent in nodes for branch in branches(parent, root)):
         # A declared property; else the element of a list, or the value of any key of a mapping.
         child = node.get("properties", {}).get(str(key)) or node.get("items" if isinstance(key, int) else _ANY_KEY)
         # Mappings whose keys must match a pattern, such as `drafts`, have their values elsewhere in the schema.
         named = [child] if isinstance(child, dict) else node.get("patternProperties", {}).values()
-        found += [branch for value in named for branch in _branches(value, root)]
+        found += [branch for value in named for branch in branches(value, root)]
     return found
 
 
@@ -504,7 +504,7 @@ def _nearest(keys: Keys, raw: Any, schema: Schema) -> str:
     for key in keys[:-1]:
         nodes, at = _children(nodes, key, schema), at[key]
     # Of a tagged union, such as drafts by family, keep the members whose constants the file has.
-    fields = [branch.get("properties", {}) for node in nodes for branch in _branches(node, schema)]
+    fields = [branch.get("properties", {}) for node in nodes for branch in branches(node, schema)]
     chosen = [
         names for names in fields if all(at.get(k, v["const"]) == v["const"] for k, v in names.items() if "const" in v)
     ]

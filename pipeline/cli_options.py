@@ -11,9 +11,10 @@ from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-from typer import BadParameter, Option
+from typer import Argument, BadParameter, Option
 
 from ..errors import InputError
+from . import completion
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
@@ -44,7 +45,27 @@ TARGET = ".cache/smollm2-135m-instruct"
 GpuName = Literal["a100", "h100", "h200"]
 """Kinds of GPU that `draftforge plan` has the data sheet of."""
 
-# Options that several verbs share.
+# Arguments and options that several verbs share.
+RecipeFile = Annotated[
+    Path,
+    Argument(metavar="RECIPE", help="YAML file; see `draftforge recipe schema`.", autocompletion=completion.recipes),
+]
+Overrides = Annotated[
+    list[str] | None,
+    Argument(
+        metavar="section.key=value",
+        help="Values that replace the recipe's, e.g. drafts.eagle3.steps=20.",
+        autocompletion=completion.overrides,
+    ),
+]
+DraftName = Annotated[
+    str | None,
+    Option("--draft", help="Only this draft of the recipe; default: all.", autocompletion=completion.drafts),
+]
+DraftDevice = Annotated[
+    str | None,
+    Option("--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device."),
+]
 Temperature = Annotated[float, Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")]
 SamplingSeed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")]
 
@@ -125,7 +146,14 @@ class WatchOptions:
 class SkipLayersOptions:
     """Search of `draftforge skip-layers`: answers, number of tries, and output."""
 
-    domain: Annotated[str | None, Option("--domain", help="Only this domain; default: all together, then each.")] = None
+    domain: Annotated[
+        str | None,
+        Option(
+            "--domain",
+            help="Only this domain; default: all together, then each.",
+            autocompletion=completion.domains,
+        ),
+    ] = None
     draft_tokens: Annotated[
         int | None,
         Option("--draft-tokens", "-k", min=1, max=64, help="Tokens a round; default: the best of the recipe's."),
@@ -151,6 +179,7 @@ class GenerateOptions:
             "--draft",
             help="Name in the recipe, draft folder, skip-layers' file, lookup, suffix, lookahead, jacobi, none; "
             "default: the chosen.",
+            autocompletion=completion.methods,
         ),
     ] = None
     rule: Annotated[
@@ -167,7 +196,12 @@ class GenerateOptions:
         ),
     ] = None
     tree: Annotated[
-        str | None, Option("--tree", help="Name in the recipe's score.trees; default: as the draft's plan says.")
+        str | None,
+        Option(
+            "--tree",
+            help="Name in the recipe's score.trees; default: as the draft's plan says.",
+            autocompletion=completion.trees,
+        ),
     ] = None
     cascade: Annotated[
         str | None, Option("--cascade", help="Drafts for a small draft: lookup, or a smaller draft's name or folder.")
@@ -193,12 +227,15 @@ class BenchOptions:
             "--draft",
             help="Name in the recipe, draft folder, champion, or a method without training such as lookup; may be "
             "given again. Default: the recipe's drafts (their last checkpoints) and lookup.",
+            autocompletion=completion.methods,
         ),
     ] = field(default_factory=list)
     trees: Annotated[
         list[str],
         Option(
-            "--tree", help="Of the recipe's score.trees; may be given again. Default: all, and of a plan its own alone."
+            "--tree",
+            help="Of the recipe's score.trees; may be given again. Default: all, and of a plan its own alone.",
+            autocompletion=completion.trees,
         ),
     ] = field(default_factory=list)
     cascade: Annotated[

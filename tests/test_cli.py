@@ -100,7 +100,7 @@ PUSHED = PushOptions(workdir=Path("w"), base_model="a/b", license="mit", private
         ("export r.yaml out seed=1 --draft eagle", "export", (RECIPE, Path("out"), "eagle", None, None)),
         ("export r.yaml out seed=1 --format hf --target-id a/b", "export", (RECIPE, Path("out"), None, "hf", "a/b")),
         ("report r.yaml seed=1 --out page.html", "report", (RECIPE, Path("page.html"))),
-        ("inspect-mix r.yaml seed=1 --out page.html", "inspect-mix", (RECIPE, Path("page.html"))),
+        ("inspect-mix r.yaml seed=1 --out page.html", "inspect-mix", (RECIPE, Path("page.html"), False)),
         ("push r.yaml me/it", "push", ("r.yaml", "me/it", PushOptions())),
         (
             "push models:/x@champion me/it --workdir w --base-model a/b --license mit --private --dry-run",
