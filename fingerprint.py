@@ -16,13 +16,13 @@ from . import storage
 from .errors import MissingFileError
 
 _CHUNK_BYTES = 1 << 22
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode
 
 
 def of_json(value: Any) -> str:
     """SHA-256 (64 hex digits) of a JSON-able value, independent of key order and whitespace."""
     # One canonical text for each value. NaN is refused: it has no JSON, and would equal nothing.
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(_canonical(value).encode()).hexdigest()
 
 
 def of_bytes(data: bytes) -> str:

@@ -256,11 +256,16 @@ def turn_ends(asked: Asked) -> list[int]:
     return [*ends, last] if last else []
 
 
+_sorted = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` makes an encoder for each call
+
+
 def as_printed(value: Any) -> Any:
     """A JSON value for a hash: itself, or its text where keys stand in another order than the alphabet's. Templates
     print tools and arguments in the order in which they were sent. Raises ValueError for numbers without JSON."""
+    if not value:
+        return value
     text = json.dumps(value, allow_nan=False)
-    return value if text == json.dumps(value, sort_keys=True) else text
+    return value if text == _sorted(value) else text
 
 
 def calls_as_printed(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -174,9 +174,12 @@ def _without_what_changes(message: Message, engine: Engine) -> dict[str, Any]:
     return asked
 
 
+_sorted = json.JSONEncoder(sort_keys=True).encode  # `json.dumps` makes an encoder for each call
+
+
 def _json_line(value: object) -> bytes:
     """The value as JSON in a line of its own, which no text can imitate."""
-    return json.dumps(value, sort_keys=True).encode() + b"\n"
+    return _sorted(value).encode() + b"\n"
 
 
 Signature = NDArray[np.uint32]

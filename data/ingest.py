@@ -141,7 +141,8 @@ class IngestedRecords:
     def add(self, found: Prepared) -> None:
         """Log one record's labels, and keep its content if it is new or its copy is smaller."""
         # Every record has a row in the log table, copies too.
-        self.redacted.update(found.redacted)
+        if found.redacted:
+            self.redacted.update(found.redacted)
         row = self.log.add(found.row)
         number = self._number_of.setdefault(found.id, len(self._rows))
         self._number_at_row.append(number)

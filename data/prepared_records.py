@@ -18,6 +18,7 @@ from .settings import MixSettings
 from .split import weighted_choice
 from .stratify import LogRow, log_row
 
+_encoded = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` makes an encoder for each call
 _PLAIN = ("id", "domain", "turn_by_turn", "prompt_end", "engine", "source", "where")
 _NESTED = ("messages", "tools", "template_args", "sampling", "redacted")
 
@@ -164,7 +165,7 @@ def stored(
     plain = {name: getattr(record, name) for name in _PLAIN}
     left = record.server_sampling if sampling == record.sampling else ()
     plain |= {"max_new_tokens": max_new_tokens, "server_sampling": left}
-    return "\n".join(json.dumps(value, ensure_ascii=False) for value in (plain, *nested.values())).encode()
+    return "\n".join(map(_encoded, (plain, *nested.values()))).encode()
 
 
 def _traces(found: Record, record: Record, turn_key: int) -> PromptTraces:

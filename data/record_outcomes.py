@@ -81,7 +81,8 @@ class SourceCounts:
         the recipe allows it.
         """
         self.read += 1
-        self.unfollowed.update(outcome.unfollowed)
+        if outcome.unfollowed:
+            self.unfollowed.update(outcome.unfollowed)
         if outcome.record is not None:
             self.taken += 1
             return

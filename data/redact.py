@@ -108,13 +108,16 @@ class Redactor:
     def text(self, text: str) -> str:
         """Redact a text. In one that is JSON every value is, and all else stays as it was written."""
         redacted, found = self._redacted(text)
-        self.counts.update(found)
+        if found:
+            self.counts.update(found)
         return redacted
 
     def value(self, value: Any) -> Any:
         """Redact every text, number and name of a field in a JSON value. A redacted number becomes a text."""
         if isinstance(value, str):
             return self.text(value)
+        if not value:  # most fields of most messages
+            return value
         written = json.dumps([value])
         redacted = self.text(written)
         return value if redacted == written else json.loads(redacted)[0]

@@ -49,7 +49,7 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(wait=error is not None, cancel_futures=True)  # idle processes end by themselves
 
     def map(
         self, method: Callable[Concatenate[Preparer, ...], Sequence[R]], batches: Iterable[tuple[Any, ...]]
