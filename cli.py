@@ -359,6 +359,9 @@ def export(
         str | None,
         typer.Option("--target-id", help="The target's hub id, for formats that name it; default: the recipe's model."),
     ] = None,
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="vllm, sglang, tensorrt-llm: also its K by batch size (score.load).")
+    ] = None,
 ) -> None:
     """Write a draft as an engine reads it, score it again, and print the command that serves it.
 
@@ -367,7 +370,7 @@ def export(
     loaded = _load(recipe, overrides)
     from .pipeline import export as exporting
 
-    exporting.export(loaded, out, draft, layout, target_id)
+    exporting.export(loaded, out, draft, layout, target_id, policy)
 
 
 @app.command(rich_help_panel=USE)

@@ -12,18 +12,23 @@ share, and goodput is plain decoding's, pooled by share, times that.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..errors import InputError
+from ..specdec.serving_policy import AcceptanceGate, DraftRange, PolicyEngine, ServingPolicy
 from .acceptance import Estimate
 from .cost_model import CostFit
 from .cost_table import CostKey, CostTable, RoundCost
 from .draft_configs import DraftConfig
 from .settings import LoadSettings
 from .speedup import Gain, chain_alpha, pooled
+
+MOST_POLICY_LOSS = 0.03
+"""Share of the best speed-up that a policy may give away at a batch size, so as to have fewer ranges."""
+_FEWEST_GATE_ROUNDS, _GATE_ERRORS = 200, 6.0
 
 
 class Memory(NamedTuple):
@@ -294,6 +299,115 @@ def _best_at(times: LoadTimes, batch_size: int, candidates: Sequence[Candidate],
 
 def _break_even_alpha(tau: float, config: DraftConfig) -> float:
     return math.nan if config.tree else chain_alpha(tau, config.levels)
+
+
+# --- the policy of an engine's scheduler: K by batch size ---
+
+
+def policy_speedups(times: LoadTimes, candidates: Sequence[Candidate]) -> list[dict[int, float]]:
+    """Speed-up of each K at every batch size from 1 to the largest measured one, K = 0 (plain decoding) included.
+
+    Trees, and K whose tau is not known, are left out. Raises InputError where times begin above batch 1.
+    """
+    least, largest = min(times.fit.batch_sizes), max(times.fit.batch_sizes)
+    if least > 1:
+        raise InputError(f"times begin at batch {least} ({times.fit.hardware}); a policy begins at 1: measure there")
+    chains = [one for one in candidates if not one.config.tree and math.isfinite(one.tau.value)]
+    return [
+        {0: 1.0}
+        | {
+            one.config.levels: times.gain_at(size, one.config, one.drafted_share).speedup(one.tau.value)
+            for one in chains
+        }
+        for size in range(1, largest + 1)
+    ]
+
+
+def serving_policy(
+    engine: PolicyEngine,
+    times: LoadTimes,
+    candidates: Sequence[Candidate],
+    tie_share: float,
+    captured_layers: tuple[int, ...] = (),
+) -> ServingPolicy:
+    """Policy with the fewest ranges whose K is, at every batch size, within `tie_share` (at most `MOST_POLICY_LOSS`) of
+    the best speed-up and no slower than plain decoding; in a range the fewest tokens.
+
+    Raises InputError where no K beats plain decoding anywhere, or the engine's schedule cannot hold such a policy.
+    """
+    # 1) What may be chosen at each batch size.
+    speedups = policy_speedups(times, candidates)
+    allowed = [_near_best(some, min(tie_share, MOST_POLICY_LOSS)) for some in speedups]
+    if all(0 in some for some in allowed):
+        size, K, best = max(
+            ((size, K, value) for size, some in enumerate(speedups, 1) for K, value in some.items() if K),
+            key=lambda one: one[2],
+            default=(1, 0, math.nan),
+        )
+        raise InputError(
+            f"--policy {engine}: no K beats plain decoding at any batch size from 1 to {len(speedups)} by more than "
+            f"score.tie_share (the best: {best:.2f}x at batch {size}, K={K}); serve without a draft"
+        )
+    # 2) Ranges. TensorRT-LLM's schedule begins with the largest K.
+    ranges = _fewest_ranges(allowed)
+    if engine == "tensorrt-llm":
+        ranges = _largest_first(allowed, ranges)
+        return ServingPolicy(engine, ranges, _gate(times, candidates, ranges), captured_layers)
+    return ServingPolicy(engine, ranges)
+
+
+def _near_best(speedups: Mapping[int, float], slack: float) -> set[int]:
+    """Every K (0: off) that is not slower than plain decoding, and within a share `slack` of the best."""
+    floor = max(1.0, max(speedups.values()) * (1 - slack))
+    off = {0} if max(speedups.values()) * (1 - slack) <= 1 else set()
+    return off | {K for K, speedup in speedups.items() if K and speedup >= floor}
+
+
+def _fewest_ranges(allowed: Sequence[set[int]]) -> tuple[DraftRange, ...]:
+    """Fewest ranges of batch sizes, the first of which is 1, that each have a K allowed at all of their sizes."""
+    # Each range is as long as can be: no later start of the next one could save a range.
+    ranges, first, common = list[DraftRange](), 1, allowed[0]
+    for size, some in enumerate(allowed[1:], 2):
+        if not common & some:
+            ranges.append(DraftRange(first, size - 1, min(common)))
+            first, common = size, some
+        common = common & some
+    return (*ranges, DraftRange(first, len(allowed), min(common)))
+
+
+def _largest_first(allowed: Sequence[set[int]], free: Sequence[DraftRange]) -> tuple[DraftRange, ...]:
+    """Fewest ranges of which the first has the largest K. Raises InputError where there are none; `free`: those without
+    that rule."""
+    for most in sorted(set().union(*allowed) - {0}):
+        bounded = [{K for K in some if most >= K} for some in allowed]
+        bounded[0] &= {most}
+        if all(bounded):
+            return _fewest_ranges(bounded)
+    largest = max(free, key=lambda one: one.draft_tokens)
+    raise InputError(
+        f"--policy tensorrt-llm: draft_len_schedule must begin with the largest K; here K={free[0].draft_tokens} is "
+        f"best at batch {free[0].first} and K={largest.draft_tokens} at batch {largest.first}"
+    )
+
+
+def _gate(times: LoadTimes, candidates: Sequence[Candidate], ranges: Sequence[DraftRange]) -> AcceptanceGate:
+    """Acceptance below which the policy pays at no batch size.
+
+    Its rounds are so many that a mean rate as measured stays six standard errors above it, whatever the rates of single
+    rounds, which lie between 0 and 1 and so deviate by 1/2 at most.
+    """
+    chains = {one.config.levels: one for one in candidates if not one.config.tree}
+    even, measured = list[float](), list[float]()
+    for first, last, K in ranges:
+        if K:
+            one = chains[K]
+            sizes = range(first, last + 1)
+            gains = [times.gain_at(size, one.config, one.drafted_share) for size in sizes]
+            even += [(gain.break_even_tau - 1) / K for gain in gains]
+            measured.append((one.tau.value - 1) / K)
+    rate = max(min(even), 0.0)
+    apart = max(min(measured) - rate, 0.01)
+    return AcceptanceGate(rate, max(_FEWEST_GATE_ROUNDS, math.ceil((_GATE_ERRORS / 2 / apart) ** 2)))
 
 
 def finite(record: dict[str, Any]) -> dict[str, Any]:

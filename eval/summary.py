@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
+from ..specdec.serving_policy import ServingPolicy
 from ..storage import size_text
 from .acceptance import Estimate
 from .bench.run import EVERY, BenchRow, LengthRow, Spread
 from .counts import largest_prompt
 from .engine_metrics import AcceptanceMismatch
 from .leaderboard import DomainRow, Row
-from .serving_load import BatchFigures, LoadFigures
+from .serving_load import BatchFigures, Candidate, LoadFigures, LoadTimes, policy_speedups
 from .settings import ScoreSettings
 from .table import interval, number
 
@@ -140,6 +141,18 @@ def _domains(rows: Sequence[DomainRow], error: float) -> Iterator[str]:
             yield f"{where} does not pay: {interval(row.speedup, 'x')}."
         elif row.break_even is not None and row.break_even.above:
             yield f"{where} pays up to batch {row.break_even.above}."
+
+
+def policy_summary(policy: ServingPolicy, times: LoadTimes, candidates: Sequence[Candidate]) -> str:
+    """Sentence on a policy: K by range of batch sizes, with the expected speed-ups at its ends, and whose times these
+    are."""
+    speedups = policy_speedups(times, candidates)
+    clauses = []
+    for first, last, K in policy.ranges:
+        sizes = _first_to_last([str(first), str(last)])
+        gains = _first_to_last([f"{speedups[size - 1][K]:.2f}x" for size in (first, last)])
+        clauses.append(f"K={K} at batch {sizes} ({gains})" if K else f"off at batch {sizes}")
+    return f"policy: {'; '.join(clauses)}; times of {times.fit.hardware}, fitted to {times.fit.error:.0%}"
 
 
 # --- a benchmark ---

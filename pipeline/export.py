@@ -1,4 +1,8 @@
-"""`draftforge export`: a draft is copied or converted to another format; what was written is read back and scored."""
+"""`draftforge export`: a draft is copied or converted to another format; what was written is read back and scored.
+
+With `--policy` the folder also holds K by batch size for an engine's scheduler, from counts on the selection split and
+times over the batch sizes of `score.load`.
+"""
 
 import re
 import shlex
@@ -12,8 +16,11 @@ from transformers import PreTrainedTokenizerBase
 from .. import fingerprint
 from ..data.store import Sample
 from ..errors import FormatError, InputError
-from ..eval.score import stratified_conversations
-from ..eval.settings import HOLDOUT_SPLIT
+from ..eval.leaderboard import config_rows
+from ..eval.score import Identity, stratified_conversations
+from ..eval.serving_load import Candidate, LoadTimes, serving_policy
+from ..eval.settings import HOLDOUT_SPLIT, SELECTION_SPLIT
+from ..eval.summary import policy_summary
 from ..eval.target_pass_cache import replay_samples
 from ..masking import masked
 from ..progress import say
@@ -25,6 +32,7 @@ from ..registry.lineage import Version
 from ..registry.settings import RegistrySettings
 from ..registry.store_address import resolve_uri
 from ..registry.versions import champion, is_models_uri, resolve_models_uri
+from ..specdec.drafts.eagle3 import Eagle3Draft
 from ..specdec.formats import (
     Format,
     Verifier,
@@ -37,40 +45,57 @@ from ..specdec.formats import (
 )
 from ..specdec.formats.layer_skip import is_skip_file
 from ..specdec.formats.layouts import NATIVE, layout_of
-from ..specdec.model_card import CARD_FILE, DraftFacts, facts_of, write_card
+from ..specdec.model_card import DraftFacts, card_files, facts_of, write_card
 from ..specdec.replay.replay import Counted
 from ..specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
 from ..specdec.serving_plan import PLAN_FILE, ServingPlan, find_plan, holds_plan
+from ..specdec.serving_policy import PolicyEngine, ServingPolicy, check_policy, known_policy_engine
 from ..storage import new_folder
 from .draft_scorer import Scorer
 from .generate import find_draft, require_champion
-from .stages import captured_stages
+from .stages import Stage, captured_stages
 from .workspace import Workspace, require_whole
 
 _CHECKED_CONVERSATIONS = 4
 
 
-def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, target_id: str | None) -> None:
+def export(
+    recipe: Recipe,
+    out: Path,
+    draft: str | None,
+    layout: str | None,
+    target_id: str | None,
+    policy_engine: str | None = None,
+) -> None:
     """Copy a draft to `out`, or write it in the format `layout`; score what was written.
 
-    `draft` None: the champion. `target_id`: hub id of the target, for formats that name it.
+    `draft` None: the champion. `target_id`: hub id of the target, for formats that name it. `policy_engine`: also write
+    K by batch size as this engine's scheduler reads it.
     """
     # 1) What can be refused before the target is loaded.
     chosen = None if layout is None else known_format(layout)
+    engine = None if policy_engine is None else known_policy_engine(policy_engine)
+    if engine is not None and recipe.score.load is None:
+        raise InputError(f"--policy {engine}: needs score.load: its batch sizes are those that times are measured at")
     require_whole(recipe, "an export")
     require_champion(recipe, draft)
     space = Workspace(recipe)
     folder = find_draft(space, draft)
     if is_skip_file(folder):
         raise InputError(f"--draft {folder}: names layers of the target; it has no weights to export")
-    # 2) A format may not take the family, or may want to name the target.
+    # 2) A policy goes with one format. A format may not take the family, or may want to name the target.
+    facts = facts_of(folder, Path(recipe.target.model).name)
+    if engine is not None:
+        needed = check_policy(engine, facts.family, chosen)
+        chosen = chosen if layout_of(folder) == needed else needed
     verifier = None
     if chosen is not None:
         check_family(chosen, read_meta(folder).family)
         verifier = verifier_of(space, target_id) if needs_verifier(chosen) else None
     # 3) Write it and compare; beside it goes how it is served.
-    scorer = Scorer(space, captured_stages(space).captured, HOLDOUT_SPLIT)
-    facts = facts_of(folder, Path(recipe.target.model).name)
+    captured = captured_stages(space).captured
+    policy = None if engine is None else _policy(space, captured, folder, engine)
+    scorer = Scorer(space, captured, HOLDOUT_SPLIT)
     if draft is None:
         served = champion(space.tracking, space.target_fingerprint)
         facts = facts if served is None else version_facts(space.tracking, served)
@@ -78,12 +103,37 @@ def export(recipe: Recipe, out: Path, draft: str | None, layout: str | None, tar
 
     def add_card(beside: Path) -> None:
         layout = chosen or layout_of(folder)
-        command.append(write_card(beside, str(out.absolute()), layout, find_plan(folder), facts, space.target_settings))
+        place, target = str(out.absolute()), space.target_settings
+        command.append(write_card(beside, place, layout, find_plan(folder), facts, target, policy=policy))
 
     export_draft(scorer, folder, out, add_card, chosen, verifier, space.target.tokenizer)
     say(f"{out}: exported from {folder}, read back and scored equal")
     say_assumed(folder)
+    if policy is None and (before := find_plan(folder).plan.policy):
+        say(f"{folder / before}: a policy is not carried over; --policy writes one")
     show_command(command[0])
+
+
+def _policy(space: Workspace, captured: Stage, folder: Path, engine: PolicyEngine) -> ServingPolicy:
+    """Policy of a draft, and a sentence on it: chains of every K of the recipe, counted on the selection split."""
+    # 1) Times are those of the score where it had the same ways of drafting.
+    settings, scorer = space.recipe.score, Scorer(space, captured, SELECTION_SPLIT)
+    draft, identity = scorer.load(folder), Identity(folder.name, 0)
+    times = scorer.times(draft, scorer.specs(draft))
+    assert isinstance(times, LoadTimes)  # the recipe states a load
+    # 2) Counts of every K; nothing is decoded to check them, as scoring did.
+    table, _ = scorer.counts([scorer.chain_spec(draft)], identity, checked=())
+    rows = config_rows([table], {identity: times}, settings)[identity]
+    candidates = [Candidate(one.config, one.tau, one.drafted, one.drafted_share) for one in rows]
+    # 3) The policy, and what it rests on.
+    module = draft.module
+    layers = tuple(layer - 1 for layer in module.config.aux_layers) if isinstance(module, Eagle3Draft) else ()
+    policy = serving_policy(engine, times, candidates, settings.tie_share, layers)
+    say(policy_summary(policy, times, candidates))
+    load, rules = times.load, settings.sampled_rules
+    if load.engine != engine and not all(sampling.greedy for sampling in settings.sampling):
+        say(f"acceptance above temperature 0 is that of score.load.engine {load.engine}, by its rule {rules[0]}")
+    return policy
 
 
 def version_facts(tracking: Tracking, version: Version) -> DraftFacts:
@@ -188,7 +238,7 @@ def export_draft(
             convert_draft(folder, beside, layout, verifier, tokenizer)
         else:
             # A card of ours is written anew: another folder has another command.
-            ours = {PLAN_FILE, CARD_FILE} if (folder / PLAN_FILE).is_file() else set()
+            ours = card_files(folder)
             for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name not in ours):
                 shutil.copyfile(path, beside / path.name)
         if add is not None:

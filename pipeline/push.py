@@ -26,7 +26,7 @@ from ..registry.lineage import Version, as_version, get_version
 from ..registry.versions import champion, is_models_uri, resolve_models_uri
 from ..specdec.formats import Format
 from ..specdec.formats.layouts import NATIVE, layout_of
-from ..specdec.model_card import CARD_FILE, DraftFacts, facts_of, write_card
+from ..specdec.model_card import CARD_FILE, DraftFacts, card_files, facts_of, write_card
 from ..specdec.serving_plan import PLAN_FILE, find_plan
 from ..specdec.target_settings import TargetSettings
 from ..storage import read_object, size_text
@@ -176,8 +176,8 @@ def _license_of(base_model: str) -> dict[str, str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Files of a draft by name, without hidden ones; of ours the card is written anew."""
-    ours = {PLAN_FILE, CARD_FILE} if (folder / PLAN_FILE).is_file() else set()
+    """Files of a draft by name, without hidden ones; of ours the card is written anew, and a policy names this disk."""
+    ours = card_files(folder)
     named = {path.name: path for path in folder.iterdir() if path.is_file() and path.name not in ours}
     return {name: path for name, path in named.items() if not name.startswith(".")}
 

@@ -12,7 +12,8 @@ from ..storage import read_object, write_bytes
 from .formats import Format, meta_file, read_meta
 from .formats.layouts import NATIVE, family_at
 from .serve_commands import ServeCommand, serve_command
-from .serving_plan import ASSUMED, PLAN_FILE, FoundPlan, write_plan
+from .serving_plan import ASSUMED, PLAN_FILE, FoundPlan, find_plan, write_plan
+from .serving_policy import ServingPolicy
 from .target_settings import TargetSettings
 
 CARD_FILE = "README.md"
@@ -52,6 +53,13 @@ def facts_of(folder: Path, target: str) -> DraftFacts:
     return DraftFacts(meta.family, target, meta.target_fingerprint, step=meta.step, **carried)
 
 
+def card_files(folder: Path) -> set[str]:
+    """Names of the files in a draft's folder that `write_card` wrote, which another copy writes anew."""
+    if not (folder / PLAN_FILE).is_file():
+        return set()
+    return {PLAN_FILE, CARD_FILE, find_plan(folder).plan.policy}
+
+
 def write_card(
     folder: Path,
     place: str,
@@ -60,16 +68,21 @@ def write_card(
     facts: DraftFacts,
     target: TargetSettings | None,
     metadata: str = "",
+    policy: ServingPolicy | None = None,
 ) -> ServeCommand:
-    """Write `serve.json` and the model card of a draft into its folder; returns the command that serves it.
+    """Write `serve.json` and the model card of a draft into its folder, and a policy's file; returns the command that
+    serves it.
 
     `folder`: where the files lie now. `place`: where engines will find them, a path or a repository of the hub.
     `layout`: the folder's format. `target` None: only its fingerprint is known. `metadata` goes before the card.
     Somebody else's README.md is left as it is.
     """
-    # An engine's format holds no tree: its plan is the best chain.
+    # An engine's format holds no tree: its plan is the best chain. A policy of before is not this command's.
     plan = found.plan if layout == NATIVE else found.plan.as_chain
-    command = serve_command(layout, facts.family, found.plan, place, target)
+    plan = plan.model_copy(update={"policy": "" if policy is None else policy.file})
+    command = serve_command(layout, facts.family, found.plan, place, target, policy)
+    if policy is not None:
+        write_bytes(folder / policy.file, command.policy_text.encode())
     record: dict[str, Any] = facts._asdict() | {"domains": dict(facts.domains), ASSUMED: found.assumed}
     record = {name: value for name, value in record.items() if value not in (None, "", {})}
     record |= {"engine": command.engine, "command": command.text, "notes": list(command.notes)}

@@ -1,7 +1,8 @@
-"""Commands that serve a target with its draft, by the draft's plan: vLLM, SGLang, llama.cpp, transformers.
+"""Commands that serve a target with its draft, by the draft's plan: vLLM, SGLang, llama.cpp, transformers, and
+TensorRT-LLM with a policy.
 
-Options are those of vLLM 0.23 to 0.33, SGLang 0.5.23 and llama.cpp b11549. Where an engine cannot do what the plan says
-(a tree, an accept rule), the command does the next best, and a note says so.
+Options are those of vLLM 0.23 to 0.33, SGLang 0.5.23, llama.cpp b11549 and TensorRT-LLM 1.4. Where an engine cannot do
+what the plan says (a tree, an accept rule), the command does the next best, and a note says so.
 """
 
 import json
@@ -10,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from ..errors import InputError
 from .formats.gguf.layouts import DRAFT_FILE
 from .formats.layouts import Format
 from .proposers.tree_settings import DynamicTree
 from .serving_plan import ServingPlan
+from .serving_policy import ServingPolicy
 from .target_settings import TargetSettings
 
 UNKNOWN_TARGET = "TARGET"
@@ -31,6 +35,8 @@ _SGLANG_RULES = {
     "token": ["--speculative-use-rejection-sampling"],
     "block": ["--speculative-use-block-verification"],
 }
+_TENSORRT_TYPES = {"small": "Draft_Target", "eagle3": "Eagle3", "dflash": "DFlash"}
+_TENSORRT_RULES: dict[str, dict[str, bool]] = {"greedy": {}, "onehot": {}, "token": {"use_rejection_sampling": True}}
 _LLAMA_TYPES = {"small": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash"}
 _LOOKUP_NGRAM = 3  # longest suffix that our prompt lookup looks for
 
@@ -43,17 +49,27 @@ class ServeCommand(NamedTuple):
     """Shell command; of transformers, lines of Python."""
     notes: tuple[str, ...] = ()
     """Sentences on what the engine does otherwise than the plan says."""
+    policy_text: str = ""
+    """Content of the policy's file, which the command names in the draft's folder; empty: it names none."""
 
 
 def serve_command(
-    layout: Format, family: str, plan: ServingPlan, draft: str, target: TargetSettings | None = None
+    layout: Format,
+    family: str,
+    plan: ServingPlan,
+    draft: str,
+    target: TargetSettings | None = None,
+    policy: ServingPolicy | None = None,
 ) -> ServeCommand:
     """Command that serves a target with a draft.
 
     `layout`: format of the draft's folder, each of which one engine reads. `draft`: absolute path of the folder, or its
-    repository on the hub. `target` None: its place is not known, and the command has TARGET for it.
+    repository on the hub. `target` None: its place is not known, and the command has TARGET for it. `policy`: K by
+    batch size, of the engine of that format; its file lies in a folder.
     """
     served = target or TargetSettings(model=UNKNOWN_TARGET)
+    if policy is not None:
+        return _by_policy(policy, family, plan, draft, served)
     match layout:
         case "vllm":
             return _vllm(family, plan, draft, served)
@@ -121,12 +137,16 @@ def _adapter_note(target: TargetSettings) -> list[str]:
 
 # --- vLLM ---
 def _vllm(family: str, plan: ServingPlan, draft: str, target: TargetSettings) -> ServeCommand:
-    settings: dict[str, Any] = {"method": _method(_VLLM_METHODS, family, "vLLM"), "model": draft}
-    settings |= {"num_speculative_tokens": plan.chain_tokens, **_VLLM_RULES.get(plan.rule, {})}
+    settings = _vllm_settings(family, plan, draft, plan.chain_tokens)
     notes = [*_chain_note("vLLM", plan), *_rule_note("vLLM", plan, list(_VLLM_RULES)), *_adapter_note(target)]
     if family == "medusa":
         notes.append("vLLM serves Medusa heads up to its version 0.32")
     return _shell("vLLM", [*_vllm_target(target), *_vllm_speculative(settings)], notes)
+
+
+def _vllm_settings(family: str, plan: ServingPlan, draft: str, draft_tokens: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {"method": _method(_VLLM_METHODS, family, "vLLM"), "model": draft}
+    return settings | {"num_speculative_tokens": draft_tokens, **_VLLM_RULES.get(plan.rule, {})}
 
 
 def _speculators(plan: ServingPlan, draft: str, target: TargetSettings) -> ServeCommand:
@@ -171,11 +191,18 @@ def _sglang(family: str, plan: ServingPlan, draft: str, target: TargetSettings) 
         words += ["--speculative-num-draft-tokens", str(plan.chain_tokens + 1)]
         notes += _chain_note("SGLang", plan)
     # Its own rule chooses drafts; EAGLE's chains may be drawn instead.
-    if plan.rule in _SGLANG_RULES and family in ("eagle", "eagle3") and tree is None:
-        words += _SGLANG_RULES[plan.rule]
-    elif plan.rule not in ("greedy", "onehot"):
-        notes.append(f"SGLang has no rule {plan.rule} for {algorithm}: it chooses drafts and accepts by onehot")
-    return _shell("SGLang", [*_sglang_target(target), *words], [*notes, *_adapter_note(target)])
+    rule, odd = _sglang_rule(family, plan, chain=tree is None)
+    return _shell("SGLang", [*_sglang_target(target), *words, *rule], [*notes, *odd, *_adapter_note(target)])
+
+
+def _sglang_rule(family: str, plan: ServingPlan, chain: bool) -> tuple[list[str], list[str]]:
+    """Options of the plan's accept rule, and a note where SGLang has none for such drafts."""
+    if plan.rule in _SGLANG_RULES and family in ("eagle", "eagle3") and chain:
+        return _SGLANG_RULES[plan.rule], []
+    if plan.rule in ("greedy", "onehot"):
+        return [], []
+    algorithm = _SGLANG_ALGORITHMS[family]
+    return [], [f"SGLang has no rule {plan.rule} for {algorithm}: it chooses drafts and accepts by onehot"]
 
 
 def _sglang_target(target: TargetSettings) -> list[str]:
@@ -213,6 +240,96 @@ def _llama_model(target: TargetSettings) -> str:
 
 def _is_gguf(target: TargetSettings) -> bool:
     return _file_or_model(target).endswith(".gguf")
+
+
+# --- a policy: K by batch size, in a file that the command names ---
+def _by_policy(
+    policy: ServingPolicy, family: str, plan: ServingPlan, draft: str, target: TargetSettings
+) -> ServeCommand:
+    made = {"vllm": _vllm_policy, "sglang": _sglang_policy, "tensorrt-llm": _tensorrt_policy}[policy.engine]
+    command = made(policy, family, plan, draft, target)
+    # What holds for each of them.
+    last = policy.ranges[-1].draft_tokens if policy.engine != "tensorrt-llm" else 0
+    notes = [
+        f"above batch {policy.largest}, the largest that was measured, {command.engine} "
+        + (f"keeps K={last}" if last else "does not draft")
+    ]
+    notes += [] if plan.tree is None else [f"a policy is of chains: {plan} is not drafted"]
+    return command._replace(notes=(*command.notes, *notes, *_adapter_note(target)))
+
+
+def _vllm_policy(
+    policy: ServingPolicy, family: str, plan: ServingPlan, draft: str, target: TargetSettings
+) -> ServeCommand:
+    settings = _vllm_settings(family, plan, draft, policy.most_tokens)
+    settings["num_speculative_tokens_per_batch_size"] = policy.schedule
+    notes = [
+        "vLLM 0.32 and 0.33 read num_speculative_tokens_per_batch_size; 0.23 stops at it",
+        f"with data parallelism vLLM ignores the policy, and drafts K={policy.most_tokens} at every batch size",
+    ]
+    if any(one.draft_tokens == 0 for one in policy.ranges):
+        notes.append("where K is 0, vLLM still passes new tokens through the draft, so that it can go on later")
+    notes += _rule_note("vLLM", plan, list(_VLLM_RULES))
+    words = [*_vllm_target(target), "--config", f"{draft}/{policy.file}"]
+    return _shell("vLLM", words, notes)._replace(policy_text=_yaml({"speculative-config": settings}))
+
+
+def _sglang_policy(
+    policy: ServingPolicy, family: str, plan: ServingPlan, draft: str, target: TargetSettings
+) -> ServeCommand:
+    most, (rule, odd) = policy.most_tokens, _sglang_rule(family, plan, chain=True)
+    words = ["--speculative-algorithm", _method(_SGLANG_ALGORITHMS, family, "SGLang")]
+    words += ["--speculative-draft-model-path", draft, "--speculative-num-steps", str(most)]
+    words += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(most + 1)]
+    words += ["--speculative-adaptive", "--speculative-adaptive-config", f"{draft}/{policy.file}", *rule]
+    notes = [
+        "SGLang 0.5.23 has --speculative-adaptive-config; versions without it stop at the option",
+        "SGLang takes the K of the next batch size that it has a CUDA graph for",
+        "with attention data parallelism, two-batch overlap or PD multiplexing SGLang ignores the policy, and drafts "
+        f"K={most} at every batch size",
+        *odd,
+    ]
+    text = json.dumps(policy.schedule, indent=2) + "\n"
+    return _shell("SGLang", [*_sglang_target(target), *words], notes)._replace(policy_text=text)
+
+
+def _tensorrt_policy(
+    policy: ServingPolicy, family: str, plan: ServingPlan, draft: str, target: TargetSettings
+) -> ServeCommand:
+    # 1) The speculative config: the draft, its rule, and the layers that its files do not tell this engine.
+    settings: dict[str, Any] = {"decoding_type": _method(_TENSORRT_TYPES, family, "TensorRT-LLM")}
+    settings |= {"speculative_model": draft, "max_draft_len": policy.most_tokens}
+    settings |= {"draft_len_schedule": policy.schedule, **_TENSORRT_RULES.get(plan.rule, {})}
+    if family == "eagle3":
+        settings["eagle3_layers_to_capture"] = list(policy.captured_layers)
+    notes = [
+        "TensorRT-LLM 1.4 reads a key of draft_len_schedule as the last batch size of its K, older versions as the "
+        "first one; here both ends of each range are keys, so all read the same",
+        "TensorRT-LLM's draft does not read what is emitted while drafting is off: requests that go on afterwards "
+        "accept less",
+    ]
+    # 2) Where it gives up for good.
+    if policy.gate is not None:
+        rate, rounds = policy.gate
+        settings |= {"acceptance_rate_window_size": rounds, "acceptance_rate_threshold": round(rate, 4)}
+        notes.append(
+            f"once less than {rate:.1%} of drafted tokens are accepted over {rounds:,} rounds, TensorRT-LLM drafts "
+            "no more until it is started again; acceptance_rate_threshold and acceptance_rate_window_size are of 1.4: "
+            "take both out for older versions, which stop at them"
+        )
+    # 3) The command.
+    words = ["trtllm-serve", _file_or_model(target), "--config", f"{draft}/{policy.file}"]
+    words += [] if target.context is None else ["--max_seq_len", str(target.context)]
+    words += ["--trust_remote_code"] if target.trust_remote_code else []
+    if target.revision is not None:
+        notes.append(f"the command has no place for the target's revision {target.revision}")
+    notes += _rule_note("TensorRT-LLM", plan, list(_TENSORRT_RULES))
+    text = _yaml({"speculative_config": settings})
+    return _shell("TensorRT-LLM", words, notes)._replace(policy_text=text)
+
+
+def _yaml(value: dict[str, Any]) -> str:
+    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, default_flow_style=None)
 
 
 # --- others ---

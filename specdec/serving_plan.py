@@ -40,6 +40,8 @@ class ServingPlan(BaseModel):
     """K of the best chain that was measured, for engines that draft chains only; of a chain its own."""
     rule: RuleName = "greedy"
     """Accept rule above temperature 0 under which acceptance was counted; greedy: only temperature 0 was scored."""
+    policy: str = ""
+    """Name of the file beside the plan that holds K by batch size for one engine's scheduler; empty: there is none."""
 
     @classmethod
     def chain(cls, draft_tokens: int, rule: RuleName = "greedy") -> "ServingPlan":

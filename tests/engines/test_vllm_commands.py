@@ -13,8 +13,10 @@ from trained import Trained
 from vllm_served import VLLM, environment
 
 from draftforge.specdec.formats import Verifier, convert_draft
+from draftforge.specdec.model_card import DraftFacts, write_card
 from draftforge.specdec.serve_commands import lookup_command, serve_command
-from draftforge.specdec.serving_plan import ServingPlan, write_plan
+from draftforge.specdec.serving_plan import FoundPlan, ServingPlan, write_plan
+from draftforge.specdec.serving_policy import DraftRange, ServingPolicy
 from draftforge.specdec.target_settings import TargetSettings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -46,7 +48,22 @@ def test_vllm_takes_every_command(trained_drafts: Trained, tmp_path: Path) -> No
         convert_draft(source, out, "speculators", Verifier("owner/model", ["LlamaForCausalLM"]))
         commands.append(serve_command("speculators", name, ServingPlan.chain(2), str(out), target).text)
         wanted.append({"method": name, "num_speculative_tokens": 2})
-    # 3) Prompt lookup.
+    # 3) K by batch size, in a file beside the draft; above the last range vLLM keeps its K.
+    ranges = (DraftRange(1, 4, 4), DraftRange(5, 16, 2), DraftRange(17, 40, 0), DraftRange(41, 64, 1))
+    for name in ("small", "eagle", "eagle3", "dflash"):
+        place = tmp_path / f"{name}-by-batch"
+        place.mkdir()
+        for path in trained_drafts.draft_folders[name].iterdir():
+            (place / path.name).symlink_to(path)
+        policy, planned = ServingPolicy("vllm", ranges), FoundPlan(ServingPlan.chain(2, "token"))
+        commands.append(
+            write_card(place, str(place), "vllm", planned, DraftFacts(name, "tiny"), target, policy=policy).text
+        )
+        lookup = [K for first, last, K in ranges for _ in range(first, last + 1)]
+        scheduled = [*lookup, *[1] * 16]
+        wanted.append({"model": str(place), "num_speculative_tokens": 4, "scheduled": scheduled})
+        wanted[-1] |= {"draft_sample_method": "probabilistic"}
+    # 4) Prompt lookup.
     commands.append(lookup_command("vllm", 4, target).text)
     wanted.append({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3})
 

@@ -17,12 +17,16 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
+BATCHES = 80
+"""Batch sizes for which a policy is looked up."""
+
 
 def configured(command: str) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.transformers_utils.configs.speculators.base import SpeculatorsConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     # 1) `vllm serve …` as the console script parses it.
     program, *words = shlex.split(command)
@@ -39,7 +43,13 @@ def configured(command: str) -> dict[str, Any]:
     args.dtype, args.enforce_eager, args.max_model_len = "float32", True, 512
     made = EngineArgs.from_cli_args(args).create_engine_config().speculative_config
     names = ("method", "model", "num_speculative_tokens", "draft_sample_method", "rejection_sample_method")
-    return {name: getattr(made, name) for name in (*names, "prompt_lookup_min", "prompt_lookup_max")}
+    found = {name: getattr(made, name) for name in (*names, "prompt_lookup_min", "prompt_lookup_max")}
+    # 4) A policy, as the scheduler looks it up: K by batch size, from 1 on.
+    schedule = made.num_speculative_tokens_per_batch_size
+    if schedule is not None:
+        lookup = build_dynamic_sd_schedule_lookup(schedule, BATCHES, made.num_speculative_tokens)
+        found["scheduled"] = lookup[1:]
+    return found
 
 
 if __name__ == "__main__":

@@ -7,14 +7,16 @@ from typing import Any
 
 import loads
 import pytest
+import yaml
 
 from draftforge.errors import InputError
 from draftforge.eval import counts
 from draftforge.eval.cost_table import CostKey, CostTable, read_tables, write_tables
 from draftforge.pipeline import distill as flow
-from draftforge.pipeline import draft_scorer, parallel_scoring, scoring
+from draftforge.pipeline import draft_scorer, export, parallel_scoring, scoring
 from draftforge.pipeline.scoring import Scored
 from draftforge.recipe import load_recipe
+from draftforge.specdec.serving_plan import find_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("stage_cache")]
 WriteRecipe = Callable[..., Path]
@@ -161,3 +163,52 @@ def test_what_is_decoded_is_not_raced(
     flow.score(recipe, None)
     assert "decoded, not replayed; scored on everything" in capsys.readouterr().err
     assert not any(row.dropped for row in boards[0].rows)
+
+
+def test_a_policy_leaves_with_the_draft(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """K by batch size from counts and times, here of a card on which drafting is free up to eight tokens a pass."""
+
+    def measure(key: CostKey, *args: Any) -> CostTable:
+        table = loads.grid_table(
+            lambda B, L, N, C: 0.0,
+            (1, 2),
+            lambda tokens: 1e-9 * tokens,
+            lambda B, L, N, C: 5e-3 + 1e-3 * max(B * N - 8, 0),
+        )
+        return table.model_copy(update={"key": key})
+
+    monkeypatch.setattr(draft_scorer, "measure_costs", measure)
+    recipe = load_recipe(write_recipe(score=score_section(tie_share=0), drafts={"small": SMALL}))
+    flow.train(recipe, None)
+    capsys.readouterr()
+    export.export(recipe, tmp_path / "out", "small", None, None, "vllm")
+    said = capsys.readouterr()
+    plan, text = find_plan(tmp_path / "out").plan, (tmp_path / "out" / "policy-vllm.yaml").read_text()
+    assert plan.policy == "policy-vllm.yaml" and f"--config {tmp_path / 'out' / plan.policy}" in said.out
+    found = yaml.safe_load(text)["speculative-config"]
+    ranges = found["num_speculative_tokens_per_batch_size"]
+    assert found["model"] == str(tmp_path / "out") and found["num_speculative_tokens"] == ranges[0][2] in (1, 2)
+    assert (ranges[0][0], ranges[-1][1:]) == (1, [64, 0])
+    assert f"policy: K={ranges[0][2]} at batch 1" in " ".join(said.err.split()) and "vLLM does not draft" in said.err
+
+    # A copy of that folder has no policy unless one is asked for.
+    export.export(recipe, tmp_path / "again", str(tmp_path / "out"), None, None)
+    assert not (tmp_path / "again" / plan.policy).exists() and not find_plan(tmp_path / "again").plan.policy
+    assert "a policy is not carried over" in capsys.readouterr().err
+    export.export(recipe, tmp_path / "other", str(tmp_path / "out"), None, None, "tensorrt-llm")
+    assert {path.name for path in (tmp_path / "other").glob("policy*")} == {"policy-tensorrt-llm.yaml"}
+    assert "score.load.engine vllm, by its rule onehot" in " ".join(capsys.readouterr().err.split())
+
+    for options, says in (
+        ((None, "sglang"), "--policy sglang: its scheduler does not change the draft length of a small draft"),
+        (("hf", "vllm"), "--policy vllm: goes with --format vllm, not hf"),
+        ((None, "llama.cpp"), "--policy llama.cpp: must be one of"),
+    ):
+        with pytest.raises(InputError, match=says):
+            export.export(recipe, tmp_path / "no", "small", options[0], None, options[1])
+    without = load_recipe(write_recipe(score=score_section(load=None), drafts={"small": SMALL}))
+    with pytest.raises(InputError, match=r"--policy vllm: needs score\.load"):
+        export.export(without, tmp_path / "no", "small", None, None, "vllm")
+    assert not (tmp_path / "no").exists()
