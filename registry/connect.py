@@ -9,12 +9,13 @@ import shlex
 import socket
 import tempfile
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import requests
 from google.protobuf.json_format import ParseError
@@ -26,6 +27,8 @@ from mlflow.utils.rest_utils import http_request
 from sqlalchemy import NullPool, create_engine
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from urllib3.exceptions import MaxRetryError, ReadTimeoutError
+from urllib3.util import Retry
 
 from .. import storage
 from ..errors import DiskFullError, DraftforgeError, RegistryError, TrackingError, one_line
@@ -39,9 +42,33 @@ KIND_TAG, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 """Tag of an experiment, and its value by which MLflow's pages file it under model training and open its runs."""
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _MOST_PAGES = 1000
+MOST_RETRY_SECONDS, MOST_WAIT_SECONDS = 300.0, 30.0
+"""How long after its first failure a request is sent again, and longest wait before that which a server may ask for."""
 _UNUSABLE = (ParseError, KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError)
 """What MLflow's client raises where a reply is no reply of an MLflow server."""
 T = TypeVar("T")
+
+
+class _EndingRetry(Retry):
+    """Retries of MLflow's requests, with an end: none follows a reply that took all of its time, none begins after
+    MOST_RETRY_SECONDS, and a server's `Retry-After` is waited for no longer than MOST_WAIT_SECONDS."""
+
+    begun: float | None = None
+
+    def increment(self, *args: Any, **kwargs: Any) -> "_EndingRetry":
+        """Count a failed try. Raises where there is no other one."""
+        error = kwargs.get("error")
+        if isinstance(error, ReadTimeoutError):
+            raise error
+        following = super().increment(*args, **kwargs)
+        following.begun = time.monotonic() if self.begun is None else self.begun
+        if time.monotonic() - following.begun > MOST_RETRY_SECONDS:
+            raise MaxRetryError(kwargs["_pool"], args[1], error)
+        return following
+
+    def parse_retry_after(self, retry_after: str) -> float:
+        """Seconds of a server's `Retry-After`, as far as they are waited for."""
+        return min(super().parse_retry_after(retry_after), MOST_WAIT_SECONDS)
 
 
 class _MlflowAdapter(BoundedAdapter, request_utils.TCPKeepAliveHTTPAdapter):
@@ -51,6 +78,10 @@ class _MlflowAdapter(BoundedAdapter, request_utils.TCPKeepAliveHTTPAdapter):
     """
 
     most_bytes = 32 << 20
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.max_retries = _EndingRetry(**vars(self.max_retries))
 
 
 request_utils.TCPKeepAliveHTTPAdapter = _MlflowAdapter  # type: ignore[misc]

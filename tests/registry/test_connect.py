@@ -6,17 +6,22 @@ import shutil
 import socket
 import sqlite3
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import requests
+import urllib3
 from google.protobuf.json_format import ParseError
 from mlflow.entities import FileInfo
 from mlflow.exceptions import MlflowException
 from mlflow.store.entities import PagedList
 from mlflow.tracking import MlflowClient
+from mlflow.utils.rest_utils import MlflowHostCreds, http_request
 from sqlalchemy.exc import OperationalError
 
 from draftforge.errors import DiskFullError, InputError, RegistryError, TrackingError, one_line
@@ -333,3 +338,42 @@ def test_a_reply_that_is_none_of_mlflows_is_one_line(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, mlflow_errors("sqlite:///x.db"):
         raise error
     assert raised.value is error
+
+
+class _Failing(BaseHTTPRequestHandler):
+    """Server that asks for a day of patience, or says nothing."""
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        if self.path == "/silent":
+            threading.Event().wait(0.5)
+            return
+        self.send_response(503)
+        self.send_header("Retry-After", "86400")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("path", "most_seconds", "tries", "waited"),
+    [("/silent", 300.0, 1, []), ("/busy", 300.0, 4, [30.0, 30.0, 30.0]), ("/busy", -1.0, 1, [])],
+)
+def test_mlflows_retries_end(
+    monkeypatch: pytest.MonkeyPatch, path: str, most_seconds: float, tries: int, waited: list[float]
+) -> None:
+    slept = list[float]()
+    monkeypatch.setattr(connect, "MOST_RETRY_SECONDS", most_seconds)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Failing)
+    server.asked = []  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(urllib3.util.retry.time, "sleep", slept.append)
+        host = MlflowHostCreds(f"http://127.0.0.1:{server.server_port}")  # type: ignore[no-untyped-call]
+        with pytest.raises((MlflowException, requests.RequestException)):
+            http_request(host, path, "GET", max_retries=3, timeout=0.1)  # type: ignore[no-untyped-call]
+    assert (len(server.asked), slept) == (tries, waited)  # type: ignore[attr-defined]
+    server.shutdown()
+    server.server_close()
