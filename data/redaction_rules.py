@@ -82,6 +82,15 @@ _KEY_KNOWN = _ascii_pattern(
         *(r"gh[pousr]_\w{20,}", r"github_pat_\w{20,}", r"glpat-[\w-]{16,}", r"hf_\w{16,}", r"npm_\w{20,}"),
         *(r"pypi-[\w-]{16,}", r"xox[abeoprs]-[\w-]{10,}", r"A(?:KIA|SIA)[0-9A-Z]{16}", r"AIza[\w-]{30,}"),
         *(r"ya29\.[\w-]{20,}", r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # the last: signed web tokens
+        *(r"xai-\w{40,}", r"pplx-\w{32,}", r"nvapi-[\w-]{40,}", r"tvly-(?:\w{2,8}-)?\w{24,}", r"csk-\w{40,}"),
+        *(r"fw_(?=[a-zA-Z]*\d)[a-zA-Z0-9]{20,}", r"lsv2_(?:pt|sk)_\w{32,}", r"bedrock-api-key-[\w-]{40,}"),
+        *(r"e2b_[0-9a-f]{40}", r"fc-[0-9a-f]{32}", r"dapi[0-9a-f]{32}(?:-\d)?"),  # to here: models and agents
+        *(r"do[opr]_v1_[0-9a-f]{64}", r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}", r"whsec_\w{24,}", r"hvs\.[\w-]{24,}"),
+        *(r"dckr_[op]at_[\w-]{24,}", r"GOCSPX-[\w-]{20,}", r"sbp_[0-9a-f]{40}", r"sntry[su]_\w{40,}"),
+        *(r"gl(?:rt|ptt|dt|cbt|agent|soat|ffct|imt|ft|oas)-[\w-]{20,}", r"PMAK-[0-9a-f]{24}-[0-9a-f]{34}"),
+        *(r"AGE-SECRET-KEY-1\w{50,}", r"NRAK-[A-Z0-9]{27}", r"xapp-\d-[\w-]{30,}", r"sq0[a-z]{3}-[\w-]{22,}"),
+        *(r"key-[0-9a-f]{32}", r"pul-[0-9a-f]{40}", r"rubygems_[0-9a-f]{48}", r"LTAI[a-zA-Z0-9]{20}"),
+        *(r"shippo_(?:live|test)_[0-9a-f]{40}", r"dp\.(?:pt|st|ct|sa|scim|audit)\.\w{40,}"),
         before=r"(?<![\w-])",
     )
     + r")(?![\w-])"
@@ -89,6 +98,10 @@ _KEY_KNOWN = _ascii_pattern(
 _KNOWN_STARTS = (
     *("sk-", "sk_", "pk-", "pk_", "rk-", "rk_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-"),
     *("hf_", "npm_", "pypi-", "xox", "akia", "asia", "aiza", "ya29.", "eyj"),
+    *("xai-", "pplx-", "nvapi-", "tvly-", "fw_", "lsv2_", "bedrock-", "e2b_", "fc-", "dapi", "_v1_", "shp", "whsec_"),
+    *("hvs.", "dckr_", "gocspx-", "sbp_", "sntry", "glrt-", "glptt-", "gldt-", "glcbt-", "glagent-", "glsoat-"),
+    *("glffct-", "glimt-", "glft-", "gloas-", "pmak-", "age-secret", "nrak-", "xapp-", "sq0", "key-", "pul-"),
+    *("rubygems_", "ltai", "dp.", "shippo_"),
 )
 _KEY_MIXED = _ascii_pattern(
     r"(?<![\w-])(?P<value>(?=\w{32})(?=\w*[a-z])(?=\w*[A-Z])(?=(?:[A-Za-z_]*\d){3})[A-Za-z0-9_]{32,})(?![\w-])"

@@ -128,6 +128,7 @@ def test_found(text: str, expected: str) -> None:
         "Authorization: Basic authentication, authorization: basic user:password",
         "threading.local() and logging.info('x')",
         "an @mention and a sk-short key",
+        "xai-org/grok-2, pplx-70b-online, glm-4-9b-chat-1m-hf-quantized, fw_update_manager_2_handler, key-value-2",
         "2.13.0.1, torch 2.13.0.1, torch==2.13.0.1, v2.13.0.1, from 2.13.0.0 to 2.13.0.1",
         "Mozilla/5.0 Chrome/120.0.0.0 Safari/537.36, driver version 535.104.5.120",
         "MyVeryLongClassNameV2ForHttp2Protocol3Handler and test_of_2_names_3_of_which_4_are_long_5()",
@@ -423,6 +424,24 @@ def test_all_but_hosts_come_out_exactly(outcomes: list[tuple[str, str, str]]) ->
     """Hosts of two parts under a country's end are not told from code, such as `setup.py`: left alone."""
     missed = [line for _, line, got in outcomes if line != got]
     assert len(missed) <= 2 and all("<host>" in line for line in missed)
+
+
+@pytest.mark.parametrize(
+    ("start", "unit", "size"),
+    [
+        *(("xai-", "aB3", 80), ("pplx-", "aB3", 48), ("nvapi-", "aB3_-", 64), ("tvly-dev-", "aB3", 32)),
+        *(("csk-", "a3", 48), ("fw_", "aB3", 24), ("lsv2_pt_", "a3", 43), ("e2b_", "a3", 40), ("dapi", "a3", 32)),
+        *(("dop_v1_", "a3", 64), ("shpat_", "a3", 32), ("whsec_", "aB3", 32), ("hvs.", "aB3", 24), ("sbp_", "a3", 40)),
+        *(("dckr_pat_", "aB3-", 27), ("GOCSPX-", "aB3_-", 28), ("sntryu_", "a3", 64), ("glrt-", "aB3_", 20)),
+        *(("AGE-SECRET-KEY-1", "QP3", 58), ("NRAK-", "AB3", 27), ("xapp-1-A0", "a3-", 60), ("sq0atp-", "aB3", 22)),
+        *(("key-", "a3", 32), ("pul-", "a3", 40), ("rubygems_", "a3", 48), ("LTAI", "aB3", 20), ("dp.pt.", "aB3", 43)),
+        *(("shippo_live_", "a3", 40), (f"PMAK-{'a3' * 12}-", "a3", 34), ("bedrock-api-key-", "aB3", 60)),
+    ],
+)
+def test_tokens_of_services_go_by_their_form_alone(start: str, unit: str, size: int) -> None:
+    token = start + (unit * size)[:size]
+    assert redacted(f"use {token}, please")[0] == "use <key>, please"
+    assert redacted(f"use {start}of_that_kind, please") == (f"use {start}of_that_kind, please", {})
 
 
 @pytest.mark.parametrize("text", ["lodash@4.17.21", '"@scope/pkg@1.2.3"', "serde@v1.0.0-rc.1.", "precision@10.5"])
