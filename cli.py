@@ -535,7 +535,7 @@ def plan(
     overrides: Overrides = None,
     gpu: Annotated[cli_options.GpuName, typer.Option("--gpu", help="Kind of GPU.")] = "h100",
     gpus: Annotated[
-        list[int] | None, typer.Option("--gpus", min=1, help="How many; again to compare: 1 and 8.")
+        list[int] | None, typer.Option("--gpus", min=1, max=65536, help="How many; again to compare: 1 and 8.")
     ] = None,
 ) -> None:
     """Estimate memory, disk and hours of each stage on GPUs that are not here, with the basis of each figure.

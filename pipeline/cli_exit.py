@@ -59,6 +59,8 @@ def describe_error(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}", 2
     message = " ".join(str(error).split())
+    if isinstance(error, RuntimeError) and message.startswith("Symlink loop"):  # of pathlib; no OSError before 3.13
+        return f"{message.partition(' from ')[2]}: is a link that leads to itself", 2
     what = f"{type(error).__name__}: {message[:300]}" if message else type(error).__name__
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
         return f"{what} (out of memory: lower batch sizes, sequence length or batch tokens in the recipe)", 1

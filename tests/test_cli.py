@@ -333,6 +333,7 @@ def test_version_and_module_entry() -> None:
         (KeyboardInterrupt(), 130, None),
         (MemoryError(), 1, "error: MemoryError (out of memory: lower batch sizes"),
         (KeyError("x"), 1, "error: KeyError: 'x' (unexpected; DRAFTFORGE_DEBUG=1"),
+        (RuntimeError("Symlink loop from '/a/b'"), 2, "error: '/a/b': is a link that leads to itself"),
         (RuntimeError("two\nlines"), 1, "error: RuntimeError: two lines (unexpected"),
     ],
 )
