@@ -53,18 +53,19 @@ from .served_request import (
     validated,
 )
 from .settings import LABEL, DatasetSource, DomainRule, FileSource, Shape, TargetSource
-from .sharegpt import SHAREGPT_ROLES, sharegpt_messages
+from .sharegpt import MEDIA, SHAREGPT_ROLES, sharegpt_messages
 
 _ID_DIGITS = 24
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
 _MEDIA: dict[Shape, tuple[str, ...]] = {
     "messages": ("images", "videos", "audios"),
-    "sharegpt": ("images", "videos", "audios", "image", "video", "audio"),
+    "sharegpt": MEDIA,
 }
 """Fields beside a conversation that hold what its text has marks for (`<image>`), by shape; the first also those of a
 message."""
 _OTHER_ROLES = frozenset((*SHAREGPT_ROLES, "ai", "bot"))
 """Names in small letters of the usual roles, where they are none of `ROLES` as it is written."""
+_BESIDE_PROMPT = ("input", "query", "context", "history")
 DEFAULT_COLUMNS: dict[Shape, str] = {
     "messages": "messages",
     "sharegpt": "conversations",
@@ -494,7 +495,11 @@ def _turns(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
 
 
 def _prompt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
-    return [_user_message(lookup("prompt"), engine, f"{where}: prompt")]
+    # Alpaca's rows ask an instruction and its input together, LLaMA-Factory's a query, and behind a history.
+    asked = lookup("prompt")
+    if any(lookup(name) not in (None, "", [], "[]", asked) for name in _BESIDE_PROMPT):
+        raise LeftOut(where, "messages in an unread form")
+    return [_user_message(asked, engine, f"{where}: prompt")]
 
 
 def _user_message(content: Any, engine: Engine, where: str) -> Message:

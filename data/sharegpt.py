@@ -5,7 +5,7 @@ from typing import Any
 
 from ..errors import InputError
 from .conversation import ROLES, Engine, Message
-from .logs.chat import decoded
+from .logs.chat import LeftOut, decoded
 from .served_request import json_type, quoted
 
 SHAREGPT_ROLES: dict[str, str] = {
@@ -18,6 +18,18 @@ SHAREGPT_ROLES: dict[str, str] = {
     "function_response": "tool",
     **dict(zip(ROLES, ROLES)),
 }
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+"""Fields that hold what a text has marks for (`<image>`), beside a conversation or a message."""
+_BESIDE = (
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+    "content",
+    "name",
+)
 
 
 def sharegpt_messages(items: Sequence[Any], engine: Engine, where: str) -> list[Message]:
@@ -27,6 +39,11 @@ def sharegpt_messages(items: Sequence[Any], engine: Engine, where: str) -> list[
         item = f"{where}: conversations[{i}]"
         if not isinstance(raw, dict):
             raise InputError(f"{item}: is a JSON {json_type(raw)}; must be an object with from and value")
+        # What stands beside the text would be lost of the prompt.
+        if any(raw.get(name) for name in _BESIDE):
+            raise LeftOut(item, "messages in an unread form")
+        if any(raw.get(name) for name in MEDIA):
+            raise LeftOut(item, "message part that is not text")
         # Roles have other names than in the OpenAI style.
         role = SHAREGPT_ROLES.get(raw["from"]) if isinstance(raw.get("from"), str) else None
         if role is None:

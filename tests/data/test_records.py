@@ -288,6 +288,33 @@ def test_a_line_is_a_request_body() -> None:
     assert read({"messages": [USER], "reasoning_effort": {"effort": "high", "summary": "x"}}).template_args == high
 
 
+@pytest.mark.parametrize(
+    "shape, line, reason",
+    [
+        ("sharegpt", {"tool_calls": [{"function": {"name": "f"}}]}, "messages in an unread form"),
+        ("sharegpt", {"reasoning_content": "hm"}, "messages in an unread form"),
+        ("sharegpt", {"name": "Ann"}, "messages in an unread form"),
+        ("sharegpt", {"images": ["a.png"]}, "message part that is not text"),
+        ("sharegpt", {"name": None, "tool_calls": [], "weight": 1, "loss": False, "html": "x"}, None),
+        ("prompts", {"input": "The text."}, "messages in an unread form"),
+        ("prompts", {"history": [["a", "b"]]}, "messages in an unread form"),
+        ("prompts", {"input": "", "history": [], "query": None, "output": "x", "context": "Sum up."}, None),
+    ],
+)
+def test_what_stands_beside_a_text_is_not_lost(shape: Shape, line: dict[str, Any], reason: str | None) -> None:
+    """Fields of LLaMA-Factory's and Alpaca's data sets; a column named `input` may be the prompt itself."""
+    if shape == "sharegpt":
+        line = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes.", **line}]}
+    else:
+        line = {"prompt": "Sum up.", **line}
+    if reason is None:
+        assert len(read(line, shape).messages) == len(line.get("conversations", "1"))
+        return
+    with pytest.raises(LeftOut) as caught:
+        read(line, shape)
+    assert caught.value.reason == reason
+
+
 def as_sent(record: Record) -> dict[str, Any] | None:
     """What a record's other reading has in place of its own; None: there is one reading."""
     readings: list[dict[str, Any]] = (record.template_args or {}).get(OTHER_READINGS, [])
