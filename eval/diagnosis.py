@@ -20,7 +20,7 @@ from torch import Tensor
 from ..data.batches import buckets
 from ..progress import Advance
 from ..specdec.cuda_graphs import running
-from ..specdec.diagnosis.hypotheses import HYPOTHESES, Hypothesis
+from ..specdec.diagnosis.hypotheses import HYPOTHESES, LAST_RESORTS, Hypothesis
 from ..specdec.diagnosis.reading import Reading, Scene
 from ..specdec.models import CausalModel, States
 from ..specdec.proposers.factory import make_proposer
@@ -38,10 +38,12 @@ LEAST_GAIN, CLEAR_GAIN = 0.015, 0.08
 """Least gain in tau, as a share of it: of a draft that is below its record; and of any other one, and of each fault but
 the first, as changes gain a few percent in heads that have learned little."""
 _TIE = 0.005  # of tau: changes that restore as much as the best
+_FAR = (1.5, 2.0)
+"""Least factor on accepted tokens a round, of a draft below its family's floor: to above the floor, and below it."""
 _STATE_BYTES = 2 << 30
 _PASS_TOKENS = 2048
-_SCREENED, _SCREENED_TOKENS, _CONFIRMED = 16, 32, 5
-"""Answers and tokens of each on which every change is tried, and changes that are then tried on all."""
+_SCREENED, _SCREENED_TOKENS, _SCREENED_LEVELS, _CONFIRMED = 12, 24, 2, 4
+"""Answers, tokens of each, and levels on which every change is tried, and changes that are then tried on all."""
 _MOST_FAULTS = 4
 _RANKS = 10
 
@@ -98,7 +100,7 @@ class ReplayBench:
             for one in self.answers[::step][:_SCREENED]
         ]
         small = len(parts) < len(answers) or any(len(one.answer_ids) > _SCREENED_TOKENS for one in answers)
-        self.screen = ReplayBench(target, parts, K, self.layers) if small else self
+        self.screen = ReplayBench(target, parts, min(K, _SCREENED_LEVELS), self.layers) if small else self
 
     def capture(self, advance: Advance) -> None:
         """Run the target over all answers, a pack at a time."""
@@ -186,10 +188,11 @@ class Search:
     wanted: float | None
     """tau at which the search ends; None: it goes on while anything gains."""
     deadline: float = float("inf")
-    hypotheses: Sequence[Hypothesis] = HYPOTHESES
     tried: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
     """By hypothesis: changes that were tried on the draft as it is, and their tau on some answers."""
     cut_short: bool = False
+    floor: float = 0.0
+    """Acceptance of the first token that is expected of the family."""
     careful: bool = True
     """Nothing says that the draft is at fault: only what gains much counts."""
 
@@ -198,6 +201,9 @@ class Search:
         found: list[Tried] = []
         while len(found) < _MOST_FAULTS and not self._done(now):
             best = self._best(reading, now, advance, bool(found))
+            low = now.first.value < self.floor or self.wanted is not None
+            if best is None and not found and low and not self.cut_short:
+                best = self._best(reading, now, advance, False, LAST_RESORTS)
             if best is None:
                 break
             found.append(best)
@@ -207,12 +213,19 @@ class Search:
     def _done(self, now: Acceptance) -> bool:
         return self.wanted is not None and now.tau.value >= self.wanted
 
-    def _best(self, reading: Reading, now: Acceptance, advance: Advance, again: bool) -> Tried | None:
+    def _best(
+        self,
+        reading: Reading,
+        now: Acceptance,
+        advance: Advance,
+        again: bool,
+        hypotheses: Sequence[Hypothesis] = HYPOTHESES,
+    ) -> Tried | None:
         """The change that restores most; of those that restore as much, the likeliest. None: none restores."""
         # 1) All changes on some answers.
         screened: list[tuple[float, int, str, str, Reading]] = []
         some = self.bench.screen.measure(reading).tau.value
-        for order, hypothesis in enumerate(self.hypotheses):
+        for order, hypothesis in enumerate(hypotheses):
             for change in hypothesis.of(reading, self.scene):
                 if time.monotonic() > self.deadline:
                     self.cut_short = True
@@ -232,8 +245,7 @@ class Search:
         for _, order, name, what, changed in better:
             acceptance = self.bench.measure(changed)
             gain = paired_gain(acceptance, now)
-            least = CLEAR_GAIN if self.careful or again else LEAST_GAIN
-            if gain.low > 0 and gain.value >= least * now.tau.value:
+            if gain.low > 0 and self.restores(acceptance, now, again):
                 restoring.append(Tried(name, what, changed, order, acceptance, gain))
         if not restoring:
             return None
@@ -241,6 +253,17 @@ class Search:
         top = max(one.acceptance.tau.value for one in restoring)
         alike = [one for one in restoring if one.acceptance.tau.value >= top * (1 - _TIE)]
         return min(alike, key=lambda one: (one.order, -one.acceptance.tau.value))
+
+    def restores(self, after: Acceptance, now: Acceptance, again: bool) -> bool:
+        """Whether a gain beyond chance is a restoration, and not what any change may gain in a weak draft."""
+        least = CLEAR_GAIN if self.careful or again else LEAST_GAIN
+        if after.tau.value < (1 + least) * now.tau.value:
+            return False
+        # A draft of which too little is accepted must come far, or to where it is expected.
+        if now.first.value >= self.floor or (self.wanted is not None and after.tau.value >= self.wanted):
+            return True
+        factor = (after.tau.value - 1) / max(now.tau.value - 1, 1e-9)
+        return factor >= (_FAR[0] if after.first.value >= self.floor else _FAR[1])
 
     def _screen(self, reading: Reading) -> float | None:
         try:

@@ -20,6 +20,7 @@ from ..specdec.replay.target_trace import RecordedAnswer
 from ..specdec.requests import DecodeRun, Request
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.targets import Target
+from ..storage import read_object
 
 MOST_ANSWERS, NEW_TOKENS = 200, 64
 """Answers that are replayed, and tokens of those that the target is asked for."""
@@ -27,6 +28,7 @@ _SHIPPED_ANSWERS = 96
 _SECONDS = 300.0
 """Time for answers; the prompts that are not answered by then are left out."""
 _BATCH = 16
+_OTHER_FORMS = 24
 _ASKED = (
     "Explain in a few sentences how {} works.",
     "Write a short Python function about {}.",
@@ -163,10 +165,36 @@ def answered(target: Target, asked: Sequence[Asked]) -> list[RecordedAnswer]:
     return long_enough
 
 
-def thinking_settings(target: Target) -> list[dict[str, Any]]:
-    """Arguments that switch thinking on and off in the target's chat template; none where it knows no such thing."""
+def rendered_otherwise(target: Target, draft: Path, asked: Sequence[Asked]) -> Iterator[tuple[str, str, list[Asked]]]:
+    """Some of the prompts in other forms: hypothesis, what is changed, and the prompts.
+
+    Thinking switched on and off where the target's chat template knows that, the draft's own template, and none.
+    """
+    spoken = [one for one in asked if one.messages]
+    spoken = spoken[:: max(1, len(spoken) // _OTHER_FORMS)][:_OTHER_FORMS]
     template = str(getattr(target.tokenizer, "chat_template", None) or "")
+    if not spoken or not template:
+        return
+    # 1) Arguments of the template.
     for name in ("enable_thinking", "thinking"):
-        if name in template:
-            return [{name: True}, {name: False}]
-    return []
+        for value in (True, False) if name in template else ():
+            told = f"{name} {str(value).lower()} in the prompts' template"
+            yield "thinking on or off", told, [_rendered(target, one.messages, "", {name: value}) for one in spoken]
+    # 2) Another template, or none.
+    own = _template_of(draft if draft.is_dir() else draft.parent)
+    others = {"the template that lies beside the draft": own} if own and own != template else {}
+    for told, other in {**others, "prompts without a chat template": None}.items():
+        target.tokenizer.chat_template = other
+        try:
+            yield "another template", told, [_rendered(target, one.messages, "", {}) for one in spoken]
+        finally:
+            target.tokenizer.chat_template = template
+
+
+def _template_of(folder: Path) -> str | None:
+    """Chat template among a draft's files; None: there is none."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    known = read_object(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    found = known.get("chat_template")
+    return found if isinstance(found, str) else None

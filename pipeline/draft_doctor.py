@@ -28,7 +28,6 @@ from ..eval.diagnosis import (
 from ..eval.engine_metrics import AcceptanceMismatch, compare, expected_acceptance, parse
 from ..eval.served_causes import known_causes, shape_of
 from ..progress import bar
-from ..specdec.diagnosis.hypotheses import HYPOTHESES
 from ..specdec.diagnosis.reading import Reading, Scene
 from ..specdec.diagnosis.repairs import layout_name, read_files, refusal_of, repaired
 from ..specdec.formats import META_FILE, Verifier, meta_file, read_meta, write_draft
@@ -40,11 +39,13 @@ from ..specdec.stored_draft import TOKENIZER_FILE
 from ..specdec.target_settings import TargetSettings
 from ..specdec.targets import Target, copy_tokenizer, tokenizer_digest, tokenizer_files
 from .cli_options import DraftDoctorOptions
-from .doctor_answers import answered, asked_of
+from .doctor_answers import Asked, answered, asked_of, rendered_otherwise
 from .doctor_report import EXIT_CODES, Diagnosis, Verdict, print_diagnosis
 
 REPORT_FILE = "doctor.json"
-FLOORS = {"small": 0.5, "eagle": 0.45, "eagle3": 0.5, "peagle": 0.45, "dflash": 0.35, "medusa": 0.35, "skipped": 0.5}
+_UNFILLED, _OTHER_TARGET = "tensors that nothing filled", "a quantised or fine-tuned target"
+FLOORS = {"small": 0.45, "eagle": 0.35, "eagle3": 0.4, "peagle": 0.35, "dflash": 0.3, "medusa": 0.3, "skipped": 0.45}
+_FLOOR = 0.35
 """Acceptance of the first token below which a grown draft of the family is not expected on its own traffic."""
 GROWN_STEPS = 150
 """Training steps from which a draft counts as grown, at the batches of our recipes."""
@@ -75,9 +76,13 @@ def examine_draft(options: DraftDoctorOptions, as_json: bool = False) -> int:
 class Examination:
     """Examination of one draft, from its files to the verdict."""
 
-    def __init__(self, options: DraftDoctorOptions, target: Target | None = None) -> None:
-        """`target`: the options' own, where it is loaded. Raises InputError or MissingFileError for options that name
-        nothing."""
+    def __init__(
+        self, options: DraftDoctorOptions, target: Target | None = None, bench: ReplayBench | None = None
+    ) -> None:
+        """`target` and `bench`: the options' own, where they are there already.
+
+        Raises InputError or MissingFileError for options that name nothing.
+        """
         if options.draft is None or options.target is None:
             raise InputError("--draft and --target: both must be given")
         self._place, self._options = Path(options.draft), options
@@ -87,8 +92,11 @@ class Examination:
         if options.served is not None:
             self._served = parse(_text(options.served), f"--served {options.served}")
         self._target = target or Target.load(TargetSettings(model=options.target))
+        self._known_bench = bench
         self._evidence: list[str] = []
-        self._unfilled: list[str] = []
+        self._suspects: list[tuple[str, str]] = []
+        """Hypotheses that files speak for and no replay can show, and what was seen."""
+        self._asked: list[Asked] = []
         self._plan = find_plan(self._place).plan.as_chain
         self._meta = self._lineage()
         self._dtype = torch.float32
@@ -98,7 +106,7 @@ class Examination:
         # 1) Readings that its files allow; 2) answers; 3) how it does on them as it is.
         patients, refusal = self._patients()
         scene = self._scene()
-        bench = self._bench(patients)
+        self.bench = bench = self._known_bench or self._bench(patients)
         if not patients:
             return self._unreadable(bench, refusal)
         patient, now = self._best(bench, patients)
@@ -107,9 +115,9 @@ class Examination:
 
         # 4) What restores it, on top of what had to be repaired.
         search = Search(bench, scene, wanted, time.monotonic() + _SEARCH_SECONDS)
+        search.floor = FLOORS.get(patient.reading.draft.family, _FLOOR)
         search.careful = wanted is None or now.tau.value >= wanted
-        total = sum(1 for one in HYPOTHESES for _ in one.of(patient.reading, scene))
-        with bar("trying hypotheses", total, "readings") as advance:
+        with bar("trying hypotheses", None, "readings") as advance:
             found = search.run(patient.reading, now, advance)
         if search.cut_short:
             self._evidence.append(f"the search ended after {_SEARCH_SECONDS:.0f} s, before all was tried")
@@ -119,9 +127,12 @@ class Examination:
         causes = _causes(patient, now, found)
         reading = found[-1].reading if found else patient.reading
         verdict = self._judge(bench, reading, after, wanted, bool(causes))
-        if verdict in ("undertrained", "low") and self._unfilled:
-            lost = {"hypothesis": "tensors that nothing filled", "tau_before": now.tau.value, "tau_after": None}
-            causes += [lost | {"what": one} for one in self._unfilled]
+        if verdict in ("undertrained", "low"):
+            causes += self._other_prompts(search, reading, after)
+            verdict = "fault" if causes else verdict
+        if verdict in ("undertrained", "low") and self._suspects:
+            figures = {"tau_before": now.tau.value, "tau_after": None}
+            causes += [{"hypothesis": name, "what": what, **figures} for name, what in self._suspects]
             verdict = "fault"
         diagnosis = Diagnosis(
             verdict=verdict,
@@ -150,12 +161,10 @@ class Examination:
             return None
         meta = read_meta(self._place)
         if meta.tokenizer_digest != self._target.tokenizer_digest:
-            self._evidence.append("its lineage names another tokenizer than the target's")
+            self._suspects.append(("another tokenizer", "its lineage names another tokenizer than the target's"))
         if meta.target_fingerprint != self._target.fingerprint and set(meta.target_fingerprint) != {"0"}:
-            self._evidence.append(
-                f"its lineage names target {fingerprint.short(meta.target_fingerprint)}; this one is "
-                f"{fingerprint.short(self._target.fingerprint)}: fine-tuned, quantised, or another one"
-            )
+            shorts = [fingerprint.short(one) for one in (meta.target_fingerprint, self._target.fingerprint)]
+            self._suspects.append((_OTHER_TARGET, f"its lineage names target {shorts[0]}, this one is {shorts[1]}"))
         return meta
 
     def _patients(self) -> tuple[list[Patient], str]:
@@ -181,7 +190,7 @@ class Examination:
         if (folder / TOKENIZER_FILE).is_file():
             theirs = load_tokenizer(folder, str(folder), trust_remote_code=False)
             if tokenizer_digest(theirs) != target.tokenizer_digest:
-                self._evidence.append(f"its {TOKENIZER_FILE} is not the target's")
+                self._suspects.append(("another tokenizer", f"its {TOKENIZER_FILE} is not the target's"))
                 known = target.tokenizer.get_vocab()
                 own_ids = torch.full((target.vocab_size,), -1)
                 for token, at in theirs.get_vocab().items():
@@ -197,13 +206,15 @@ class Examination:
         """Note tensors that look as if nothing had filled them."""
         for name, tensor in tensors.items():
             if name == "d2t" and len(tensor) < self._target.vocab_size and not bool(tensor.any()):
-                self._unfilled.append("d2t is all zeros: the first ids of the target's vocabulary are drafted")
+                self._suspects.append(
+                    (_UNFILLED, "d2t is all zeros: the first ids of the target's vocabulary are drafted")
+                )
             elif not tensor.is_floating_point() or tensor.numel() < 2 or name.endswith("bias"):
                 continue
             elif not bool(torch.isfinite(tensor).all()):
-                self._unfilled.append(f"tensor {name} has values that are not finite")
+                self._suspects.append((_UNFILLED, f"tensor {name} has values that are not finite"))
             elif bool((tensor == tensor.flatten()[0]).all()):
-                self._unfilled.append(f"tensor {name} holds {float(tensor.flatten()[0]):g} everywhere")
+                self._suspects.append((_UNFILLED, f"tensor {name} holds {float(tensor.flatten()[0]):g} everywhere"))
 
     def _bench(self, patients: Sequence[Patient]) -> ReplayBench:
         """Answers of the target, with its states along them."""
@@ -259,7 +270,8 @@ class Examination:
             if wanted is not None and now.tau.high < wanted:
                 self._evidence.append("not all is restored: tau stays below the draft's record")
             return "fault"
-        floor, family = FLOORS.get(reading.draft.family, 0.4), reading.draft.family
+        family = reading.draft.family
+        floor = FLOORS.get(family, _FLOOR)
         low = now.first.high < floor if now.first.high == now.first.high else now.first.value < floor
         if wanted is not None:
             if now.tau.high >= wanted:
@@ -280,9 +292,18 @@ class Examination:
         learning = near >= max(2 * ranks[0], 0.3) if ranks else False
         if grown is not None:
             self._evidence.append(grown)
-        if (young or grown is not None or learning) and not any("lineage names" in one for one in self._evidence):
-            return "undertrained"
-        return "low"
+        return "undertrained" if young or grown is not None or learning else "low"
+
+    def _other_prompts(self, search: Search, reading: Reading, now: Acceptance) -> list[dict[str, Any]]:
+        """The other form of prompts on which the draft is accepted as it should be; none where there is none."""
+        for name, what, asked in rendered_otherwise(self._target, self._place, self._asked):
+            other = ReplayBench(self._target, answered(self._target, asked), search.bench.K, search.bench.layers)
+            other.capture(lambda *_: None)
+            after = other.measure(reading)
+            # These are other answers, so that the gain is not paired.
+            if after.tau.low > now.tau.high and search.restores(after, now, False):
+                return [{"hypothesis": name, "what": what, "tau_before": now.tau.value, "tau_after": after.tau.value}]
+        return []
 
     def _growth(self, bench: ReplayBench, now: Acceptance) -> str | None:
         """A sentence where an earlier checkpoint beside this one is accepted less; None: none is."""

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftforge.errors import DraftforgeError
+from draftforge.eval.diagnosis import ReplayBench
 from draftforge.pipeline.cli_options import DraftDoctorOptions
-from draftforge.pipeline.doctor_report import Diagnosis
 from draftforge.pipeline.draft_doctor import Examination
 from draftforge.progress import say
 from draftforge.specdec.diagnosis.reading import shared_copy
@@ -405,9 +405,10 @@ def planted_gguf(healthy: Path, folder: Path, target: Target) -> Iterator[tuple[
         yield name, names, place
 
 
-def examined(place: Path, target: Target, answers: Path | None) -> Diagnosis:
-    """What the doctor finds."""
-    return Examination(DraftDoctorOptions(draft=place, target=target.settings.model, answers=answers), target).run()
+def examined(place: Path, target: Target, answers: Path | None, bench: ReplayBench | None) -> Examination:
+    """An examination, on a pass of the target that was made for another one, if any."""
+    options = DraftDoctorOptions(draft=place, target=target.settings.model, answers=answers)
+    return Examination(options, target, bench)
 
 
 def main() -> int:
@@ -418,10 +419,12 @@ def main() -> int:
     parser.add_argument("--draft", type=Path, action="append", required=True)
     parser.add_argument("--answers", type=Path)
     parser.add_argument("--only", default="", help="faults whose names hold this")
+    parser.add_argument("--formats", nargs="*", default=["vllm", "speculators", "gguf", "hf"], help="of the copies")
     options = parser.parse_args()
     target, rows = Target.load(TargetSettings(model=options.target)), []
     for healthy in options.draft:
-        sound = examined(healthy, target, options.answers)
+        first = examined(healthy, target, options.answers, None)
+        sound = first.run()
         assert sound.before is not None
         tau = sound.before["tau"]["value"]
         print(
@@ -432,7 +435,7 @@ def main() -> int:
         for fault in FAULTS:
             layouts = [one for one in fault.formats if family in FAMILIES[one]] if family in fault.families else []
             for layout in layouts or (["hf"] if family == "small" and "small" in fault.families else []):
-                if options.only not in fault.name:
+                if options.only not in fault.name or layout not in options.formats:
                     continue
                 try:
                     place = planted(healthy, options.out, fault, layout, target)
@@ -441,10 +444,12 @@ def main() -> int:
                     continue
                 if place is not None:
                     work.append((fault.name, layout, fault.names, place))
-        for name, names, place in planted_gguf(healthy, options.out, target) if options.only in "gguf" else ():
+        for name, names, place in (
+            planted_gguf(healthy, options.out, target) if "gguf" in options.formats and options.only in "gguf" else ()
+        ):
             work.append((name, "gguf", names, place))
         for name, layout, names, place in work:
-            began, found = time.monotonic(), examined(place, target, options.answers)
+            began, found = time.monotonic(), examined(place, target, options.answers, first.bench).run()
             as_is = None if found.before is None else found.before["tau"]["value"]
             after = None if found.after is None else found.after["tau"]["value"]
             named = [cause["hypothesis"] for cause in found.causes]

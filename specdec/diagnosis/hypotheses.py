@@ -5,7 +5,7 @@ The order of HYPOTHESES is that of likelihood: of changes that restore alike the
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -39,29 +39,30 @@ class Hypothesis:
 
 
 def _layers(reading: Reading, scene: Scene) -> Iterator[Change]:
-    """Captured layers one off, those that every engine takes by default, and each layer by itself."""
+    """Captured layers one or two off, those that every engine takes by default, and evenly spaced ones."""
     now, last = tuple(reading.draft.target_layers), scene.target.num_layers
-    usual = (2, last // 2, last - 3)
     moved = [tuple(layer + by for layer in now) for by in (1, -1, 2, -2)]
     if len(now) == 3:
-        moved += [tuple(layer + by for layer in usual) for by in (0, 1, -1)]
-    # Evenly spaced ones, as SGLang's and DFlash's trainers place them; then each layer alone.
-    count = len(now)
-    if count > 1:
-        moved.append(tuple(1 + round(i * (last - 4) / (count - 1)) + 1 for i in range(count)))
-    for place in range(count):
-        moved += [(*now[:place], other, *now[place + 1 :]) for other in range(1, last + 1)]
-    seen = {now}
-    for layers in moved:
-        if layers in seen or not all(1 <= layer <= last for layer in layers):
-            continue
-        if list(layers) != sorted(set(layers)):
-            continue
-        seen.add(layers)
-        yield Change(
-            f"captured layers {list(layers)}, not {list(now)}",
-            replace(reading, draft=configured(reading, aux_layers=layers)),
-        )
+        moved += [tuple(layer + by for layer in (2, last // 2, last - 3)) for by in (0, 1, -1)]
+    if len(now) > 1:
+        moved.append(tuple(2 + round(place * (last - 4) / (len(now) - 1)) for place in range(len(now))))
+    yield from _captured(reading, moved, last)
+
+
+def _each_layer(reading: Reading, scene: Scene) -> Iterator[Change]:
+    """Another layer in the place of each captured one."""
+    now, last = tuple(reading.draft.target_layers), scene.target.num_layers
+    others = [(*now[:at], other, *now[at + 1 :]) for at in range(len(now)) for other in range(1, last + 1)]
+    yield from _captured(reading, others, last)
+
+
+def _captured(reading: Reading, layers: Iterable[tuple[int, ...]], last: int) -> Iterator[Change]:
+    """The draft with other captured layers, where those are ascending layers up to the `last`."""
+    now = tuple(reading.draft.target_layers)
+    for some in dict.fromkeys(layers):
+        if some != now and list(some) == sorted(set(some)) and some[0] >= 1 and some[-1] <= last:
+            draft = configured(reading, aux_layers=some)
+            yield Change(f"captured layers {list(some)}, not {list(now)}", replace(reading, draft=draft))
 
 
 def _layer_order(reading: Reading, scene: Scene) -> Iterator[Change]:
@@ -194,3 +195,5 @@ HYPOTHESES: Sequence[Hypothesis] = (
     Hypothesis("dtype", ALL, weight_changes.float32),
 )
 """Hypotheses in order of likelihood."""
+LAST_RESORTS: Sequence[Hypothesis] = (Hypothesis("captured layers", ("eagle3", "peagle", "dflash"), _each_layer),)
+"""Hypotheses of many changes, which are tried where none of the others restores."""

@@ -24,7 +24,7 @@ from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plant_faults.py"
-ANSWERS, TOKENS = 24, 30
+ANSWERS, TOKENS = 16, 30
 NOISE = 1.3
 
 
