@@ -36,6 +36,7 @@ $(INSTALLED): pyproject.toml
 	@$(PIP) install uv || echo "no uv here: pip installs, which takes longer"
 	@echo "[2/2] draftforge and what it runs on, with torch 2.13.0 (half a minute; with pip two)"
 	@$(UV) torch==2.13.0 -e . || $(PIP) install torch==2.13.0 -e .
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import draftforge.pipeline.distill, draftforge.registry.listing'
 	@touch $@
 
 $(TESTED): $(INSTALLED)

@@ -91,17 +91,24 @@ def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> Ge
 
 def answer_messages(space: Workspace, messages: Sequence[Message], options: GenerateOptions) -> GeneratedAnswer:
     """Answer messages. At temperature 0 the rule is greedy, else the first of the recipe's that takes the draft."""
-    # 1) The prompt as the target reads it.
-    target, sampling = space.target, SamplingSettings(temperature=options.temperature)
-    ids = render(target.tokenizer, messages)
-    # 2) What drafts and how much of it; then the answer.
-    limit, rules = options.max_new_tokens, space.recipe.score.sampled_rules
-    proposer, plan = _proposer(space, target, options, len(ids) + limit)
+    # The prompt as the target reads it, then what drafts and how much of it.
+    ids = render(space.target.tokenizer, messages)
+    proposer, plan = _proposer(space, space.target, options, len(ids) + options.max_new_tokens)
+    return answer_ids(space, ids, proposer, plan, options)
+
+
+def answer_ids(
+    space: Workspace, ids: list[int], proposer: Proposer | None, plan: ServingPlan, options: GenerateOptions
+) -> GeneratedAnswer:
+    """Answer a prompt's ids by a proposer (None: plain decoding) at its plan; of the options, how to sample and for how
+    long, and the draft's name."""
+    sampling, rules = SamplingSettings(temperature=options.temperature), space.recipe.score.sampled_rules
+    limit = options.max_new_tokens
     run = answer_run(
-        target, proposer, plan, [ids], sampling, rules, max_new_tokens=limit, seed=options.seed, rule=options.rule
+        space.target, proposer, plan, [ids], sampling, rules, max_new_tokens=limit, seed=options.seed, rule=options.rule
     )
-    (answer,) = answers(target, run)
-    # 3) Name what drafted.
+    (answer,) = answers(space.target, run)
+    # Name what drafted.
     name = options.draft or "champion"
     if isinstance(proposer, CascadeProposer):
         name += f" helped by {options.cascade} ({proposer.passes} of its passes instead of {proposer.passes_alone})"

@@ -7,21 +7,23 @@ next call finds the draft; answers are decoded and shown like those of `draftfor
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from ..data.chat_template import render
 from ..data.conversation import Message
 from ..data.mix import load_mix
 from ..errors import InputError, MissingFileError
 from ..progress import Advance, bar
 from ..recipe import load_recipe
 from ..specdec.answers import Answer
+from ..specdec.serving_plan import ServingPlan
+from ..specdec.stored_draft import StoredDraft
 from .cli_options import TARGET, GenerateOptions
 from .distill import run_to_training
-from .generate import GeneratedAnswer, answer_messages, check_prompt, find_draft, show
+from .generate import GeneratedAnswer, answer_ids, check_prompt, find_draft, show
 from .stages import Stages, check_capture, check_training
 from .workspace import Workspace, open_workspace
 
@@ -74,7 +76,9 @@ def try_out(given: Sequence[str], file: Path | None, target: str) -> None:
         check_capture(stages)
         check_training(stages, recipe.drafts)
         run_to_training(stages, recipe.drafts)
-        drafts = {"none": "none", "lookup": "lookup", "tiny": str(find_draft(space, "tiny"))}
+        path = find_draft(space, "tiny")
+        tiny = StoredDraft.load(path, space.target, recipe.score.draft_device, other_tokenizer=True)
+        drafts = {"none": None, "lookup": StoredDraft.of_method("lookup", space.target), "tiny": tiny}
     # 2) Questions of its own traffic that it was not trained on, and prompts about which it knows nothing.
     held_out = [one for one in load_mix(stages.mix.folder) if one.split == "holdout"][:_QUESTIONS]
     asked = [[Message(role="user", content=prompt)] for prompt in prompts]
@@ -95,13 +99,19 @@ def try_out(given: Sequence[str], file: Path | None, target: str) -> None:
 
 
 def _answers(
-    space: Workspace, drafts: Mapping[str, str], messages: Sequence[Message], longest: int, done: Advance
+    space: Workspace, drafts: Mapping[str, StoredDraft | None], messages: Sequence[Message], longest: int, done: Advance
 ) -> dict[str, GeneratedAnswer]:
     """Greedy answer by each method, each of its own decoding; they are equal where the arithmetic is exact."""
     K, found = space.recipe.score.draft_tokens[-1], {}
+    ids = render(space.target.tokenizer, messages)
     for name, draft in drafts.items():
-        options = GenerateOptions(draft=draft, draft_tokens=K, max_new_tokens=longest)
-        found[name] = replace(answer_messages(space, messages, options), draft=name)
+        options = GenerateOptions(draft=name, max_new_tokens=longest)
+        if draft is None:
+            found[name] = answer_ids(space, ids, None, ServingPlan.chain(1), options)
+            continue
+        draft.check_context(len(ids) + longest)
+        plan = draft.plan_for(K)
+        found[name] = answer_ids(space, ids, draft.proposer(plan.tree), plan, options)
     done()
     return found
 

@@ -305,6 +305,21 @@ def test_help_mistakes_and_looks_import_nothing_heavy(arguments: list[str], code
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
+def test_registry_with_a_store_imports_mlflow_and_no_model_library(tmp_path: Path) -> None:
+    program = (
+        "import sys; from draftforge import cli; from draftforge.registry.connect import open_tracking\n"
+        "from draftforge.registry.settings import RegistrySettings; from pathlib import Path\n"
+        f"open_tracking(RegistrySettings(), Path({str(tmp_path)!r}))\n"
+        f"try: cli.main(['registry', '--workdir', {str(tmp_path)!r}])\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "heavy = {'torch', 'transformers', 'datasets'} & set(sys.modules)\n"
+        "assert not heavy and 'mlflow' in sys.modules, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert "no target has a draft here" in done.stdout
+
+
 def test_importing_the_package_imports_nothing_heavy() -> None:
     heavy = HEAVY | {"pydantic", "numpy", "typer", "yaml"}
     program = (

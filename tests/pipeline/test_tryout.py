@@ -13,6 +13,7 @@ from draftforge.pipeline.cli_options import TARGET
 from draftforge.recipe import load_recipe
 from draftforge.specdec.answers import Answer
 from draftforge.specdec.requests import Generation, Round
+from draftforge.specdec.stored_draft import StoredDraft
 
 
 def test_prompts_come_from_arguments_a_file_or_the_package(tmp_path: Path) -> None:
@@ -82,6 +83,13 @@ def test_a_first_call_trains_and_the_next_one_finds_the_draft(
         return inner(*args)
 
     monkeypatch.setattr(tryout, "_answers", spy)
+    loaded, load = [], StoredDraft.load
+
+    def counted(path: Path, *rest: Any, **named: Any) -> StoredDraft:
+        loaded.append(path)
+        return load(path, *rest, **named)
+
+    monkeypatch.setattr(StoredDraft, "load", counted)
     for trained in (False, True):
         tryout.try_out(["hello", "two words"], None, str(tiny_target_folder))
         shown = capsys.readouterr()
@@ -92,3 +100,5 @@ def test_a_first_call_trains_and_the_next_one_finds_the_draft(
         # Every method has answered before times are taken.
         assert len(seen) == 1 + tryout._QUESTIONS + 2 and seen[0] == seen[1]
         seen.clear()
+        assert len(loaded) == 1  # for all answers
+        loaded.clear()
