@@ -178,6 +178,11 @@ class Recipe(BaseModel):
                         f"drafts.{name}.{field} = {shown}: must be absent where target.shard is true, as all ranks run "
                         "that target together, equally often, without gradients"
                     )
+            if getattr(draft, "draft_vocabulary", None) == "auto":
+                raise ValueError(
+                    f"drafts.{name}.draft_vocabulary = auto: must be a size where target.shard is true, as rounds of "
+                    "that target cannot be timed"
+                )
         return self
 
     @property

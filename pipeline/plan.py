@@ -33,6 +33,7 @@ from ..specdec.served_context import served_context
 from ..specdec.targets import Target, snapshot
 from ..storage import size_text
 from ..train.families import family_of
+from ..train.families.feature_family import largest_vocabulary
 from ..train.memory_estimate import DiskFootprint
 from ..train.settings import Eagle3Settings, SmallSettings
 from .cli_options import GpuName
@@ -300,7 +301,9 @@ def training_cost(settings: Eagle3Settings | SmallSettings, target: TargetShapes
     # 2) Time: the target's layers, heads, the loss, the draft's layers and attention; forward and backward are three
     # products.
     ahead = settings.draft_tokens if isinstance(settings, Eagle3Settings) else 1
-    hidden, vocabulary = shapes.hidden_size, getattr(settings, "draft_vocabulary", None) or shapes.vocab_size
+    hidden, vocabulary = shapes.hidden_size, shapes.vocab_size
+    if isinstance(settings, Eagle3Settings):
+        vocabulary = largest_vocabulary(settings, vocabulary)
     share = gpu.flops * mfu(hidden)
     heads = 6 * ahead * vocabulary * hidden + (2 * target.head if beside is not None else 0)
     each = (beside.pass_seconds(gpu, 1) if beside is not None else 0) + heads / (gpu.flops * _HEAD_SHARE)

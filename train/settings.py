@@ -263,8 +263,9 @@ class Eagle3Settings(FeatureSettings):
     """EAGLE-3: one decoder layer on the target's features, trained with the frozen target loaded."""
 
     family: Literal["eagle3"] = "eagle3"
-    draft_vocabulary: int | None = Field(default=None, ge=1)
-    """Draft only so many tokens, the most frequent of the supervised ones; absent: the whole vocabulary."""
+    draft_vocabulary: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Draft only so many tokens, the most frequent of the supervised ones; auto: as many as are fastest, by coverage
+    and measured times; absent: the whole vocabulary."""
     aux_layers: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Target layers that are read, as indexes into hidden_states; absent: 2, N // 2, N - 3."""
     layers: int | None = Field(default=None, ge=1)
@@ -417,8 +418,9 @@ class DFlashSettings(FeatureSettings):
     mask_token: int | None = Field(default=None, ge=0)
     """Id of the token that stands for what is to be drafted; absent: the tokenizer's mask token, an id that its
     vocabulary leaves free, its padding or the end of a text."""
-    draft_vocabulary: int | None = Field(default=None, ge=1)
-    """Draft only so many tokens, the most frequent of the supervised ones; absent: the whole vocabulary."""
+    draft_vocabulary: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Draft only so many tokens, the most frequent of the supervised ones; auto: as many as are fastest, by coverage
+    and measured times; absent: the whole vocabulary."""
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the MLPs; absent: the target's."""
     train_embeddings: bool = False

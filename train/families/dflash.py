@@ -22,7 +22,14 @@ from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import DFlashSettings
 from .base import Inputs, LoadTarget, Start
-from .feature_family import FeatureFamily, check_vocabulary, copy_tables, head_incompatibility, seeded_init
+from .feature_family import (
+    FeatureFamily,
+    check_vocabulary,
+    copy_tables,
+    head_incompatibility,
+    largest_vocabulary,
+    seeded_init,
+)
 from .initial_weights import layer_fields
 
 
@@ -117,11 +124,15 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         # The vocabulary and the dimensions, then random weights by the seed.
         target = load_target()
         capture.check_target(target)
-        draft_ids, extra = vocabulary.reduced(settings.draft_vocabulary, capture)
-        config = dflash_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
-        with seeded_init(cls.name, seed):
-            draft = DFlashDraft(config, draft_ids, settings.train_embeddings, settings.train_head)
 
+        def make(draft_ids: Tensor | None) -> DFlashDraft:
+            config = dflash_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
+            with seeded_init(cls.name, seed):
+                return DFlashDraft(config, draft_ids, settings.train_embeddings, settings.train_head)
+
+        size, K = settings.draft_vocabulary, settings.draft_tokens
+        draft_ids, extra = vocabulary.reduced(size, capture, K, make, target)
+        draft = make(draft_ids)
         copy_tables(draft, target)
         return Start(draft, extra)
 
@@ -147,7 +158,7 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         """Check that the target has the layers that are read, the tokens that are drafted, and one for the mask."""
         target = load_target()
         check_vocabulary(settings, target)
-        config = dflash_config(settings, target, settings.draft_vocabulary or target.vocab_size)
+        config = dflash_config(settings, target, largest_vocabulary(settings, target.vocab_size))
         with torch.device("meta"):
             return DFlashDraft(config, None, settings.train_embeddings, settings.train_head)
 

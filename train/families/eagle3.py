@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...data.batches import Batch
 from ...data.store import Capture
@@ -21,7 +22,14 @@ from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import Eagle3Settings
 from .base import Inputs, LoadTarget, Start, resolve_aux_layers
-from .feature_family import FeatureFamily, check_vocabulary, copy_tables, head_incompatibility, seeded_init
+from .feature_family import (
+    FeatureFamily,
+    check_vocabulary,
+    copy_tables,
+    head_incompatibility,
+    largest_vocabulary,
+    seeded_init,
+)
 from .initial_weights import layer_fields
 from .ttt_alignment import Alignment
 
@@ -43,10 +51,15 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
         # The vocabulary and the dimensions, then random weights by the seed; the target's tables take their place.
         target = load_target()
         capture.check_target(target)
-        draft_ids, extra = vocabulary.reduced(settings.draft_vocabulary, capture)
-        config = eagle3_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
-        with seeded_init(cls.name, seed):
-            draft = Eagle3Draft(config, draft_ids, own_embeddings=settings.train_embeddings)
+
+        def make(draft_ids: Tensor | None) -> Eagle3Draft:
+            config = eagle3_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
+            with seeded_init(cls.name, seed):
+                return Eagle3Draft(config, draft_ids, own_embeddings=settings.train_embeddings)
+
+        size, K = settings.draft_vocabulary, settings.draft_tokens
+        draft_ids, extra = vocabulary.reduced(size, capture, K, make, target)
+        draft = make(draft_ids)
         copy_tables(draft, target)
         return Start(draft, extra)
 
@@ -69,7 +82,7 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
         """Check that the target has the layers that are read, and the tokens that are drafted."""
         target = load_target()
         check_vocabulary(settings, target)
-        config = eagle3_config(settings, target, settings.draft_vocabulary or target.vocab_size)
+        config = eagle3_config(settings, target, largest_vocabulary(settings, target.vocab_size))
         with torch.device("meta"):
             return Eagle3Draft(config, own_embeddings=settings.train_embeddings)
 

@@ -19,7 +19,7 @@ from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from ..losses.linear_head import LossSettings, head_of
 from ..settings import DFlashSettings, Eagle3Settings, EagleSettings, MedusaSettings
-from ..vocabulary import check_size
+from ..vocabulary import AUTO, check_size
 from .base import DraftT, Family
 from .target_features import Features, FeatureSource, LiveTeacher, check_live
 
@@ -89,9 +89,14 @@ def copy_tables(draft: Eagle3Draft | DFlashDraft, target: CausalModel) -> None:
 
 def check_vocabulary(settings: HeadSettings, target: Target) -> None:
     """Raise InputError for a draft vocabulary that is no part of the target's, or lacks its special and stop tokens."""
-    if settings.draft_vocabulary is not None:
+    if isinstance(settings.draft_vocabulary, int):
         always = {*target.tokenizer.all_special_ids, *target.stop_ids}
         check_size(settings.draft_vocabulary, target.vocab_size, always)
+
+
+def largest_vocabulary(settings: HeadSettings, vocabulary: int) -> int:
+    """Tokens of a draft vocabulary, the target's whole `vocabulary` where they are not known yet."""
+    return settings.draft_vocabulary if isinstance(settings.draft_vocabulary, int) else vocabulary
 
 
 def head_incompatibility(settings: HeadSettings, draft: Eagle3Draft | DFlashDraft, source: str) -> str | None:
@@ -100,7 +105,7 @@ def head_incompatibility(settings: HeadSettings, draft: Eagle3Draft | DFlashDraf
     config = draft.config
     if settings.aux_layers not in (None, config.aux_layers):
         return f"aux_layers = {list(settings.aux_layers or ())}: {source} reads {list(config.aux_layers)}"
-    if settings.draft_vocabulary not in (None, config.draft_vocab_size):
+    if settings.draft_vocabulary not in (None, AUTO, config.draft_vocab_size):
         return f"draft_vocabulary = {settings.draft_vocabulary}: {source} drafts {config.draft_vocab_size} tokens"
     if settings.intermediate_size not in (None, config.intermediate_size):
         return f"intermediate_size = {settings.intermediate_size}: {source} has {config.intermediate_size}"
