@@ -3,7 +3,6 @@
 Every error names the line (`file:line`) and the broken rule, and quotes no text of the conversation.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from .conversation import (
     calls_as_printed,
     turn_ends,
 )
+from .domain_rules import domain_by_rule
 from .logs.anthropic import BILLING_HEADER
 from .logs.chat import (
     MOST_TOKENS,
@@ -52,7 +52,7 @@ from .served_request import (
     unfollowed,
     validated,
 )
-from .settings import LABEL, DatasetSource, DomainRule, FileSource, Shape, TargetSource
+from .settings import LABEL, DatasetSource, FileSource, Shape, TargetSource
 from .sharegpt import MEDIA, SHAREGPT_ROLES, sharegpt_messages
 
 _ID_DIGITS = 24
@@ -530,9 +530,9 @@ def _domain(
     source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str, messages: Sequence[Message]
 ) -> str:
     # A rule wins over the source's own domain, and that over the line's field.
-    for rule in source.domains.rules:
-        if re.search(rule.match, _searched_text(rule, lookup, messages)):
-            return rule.domain
+    said = ((message.role, message.text) for message in messages)
+    if (named := domain_by_rule(source.domains.rules, lookup, said)) is not None:
+        return named
     if source.domain is not None:
         return source.domain
     # Without any, text clustering will name it, if the recipe asks for that.
@@ -547,14 +547,6 @@ def _domain(
     if not isinstance(domain, str) or not re.fullmatch(LABEL, domain):
         raise InputError(f"{where}: {source.domain_field} {quoted(domain)}; must be a label that matches {LABEL}")
     return domain
-
-
-def _searched_text(rule: DomainRule, lookup: Lookup, messages: Sequence[Message]) -> str:
-    if rule.field is not None:
-        value = lookup(rule.field)
-        return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
-    roles = {"system": ("system", "developer"), "user": ("user",), None: ("system", "developer", "user")}[rule.role]
-    return "\n".join(message.text for message in messages if message.role in roles)
 
 
 def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, where: str) -> str | None:

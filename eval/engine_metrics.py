@@ -4,10 +4,10 @@
 |---|---|---|
 | vLLM | `/metrics`: `vllm:spec_decode_num_*_total` | unclipped |
 | llama.cpp | `/metrics`: `llamacpp:spec_decode_num_*_total` | drafts |
-| llama.cpp | its responses, JSON with `timings.draft_n`, `draft_n_accepted`, `predicted_n` | rounds |
 | SGLang | `/metrics`: `sglang:generation_tokens_total`, `num_requests_total`, `spec_verify_calls_total` | rounds |
 
 SGLang's gauge `sglang:spec_accept_length` is of its last few steps only and has no counts behind it: it is not used.
+Responses of single requests are read in `request_metrics.py`.
 
 `compare` tests whether the served tau differs from the one that the holdout's counts make expected in the engine's
 convention, by more than a margin: an interval of the difference, whose served part has the variance of what a round
@@ -17,17 +17,16 @@ clusters, so Student's t has their degrees of freedom (`acceptance.estimate`).
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 from prometheus_client.parser import text_string_to_metric_families
 
 from ..errors import InputError, one_line
-from ..storage import parse_json
 from .acceptance import (
     Estimate,
     acceptance,
@@ -46,7 +45,7 @@ Convention = Literal["rounds", "drafts", "unclipped"]
 draftforge does. `drafts`: passes with a draft, an answer's last draft clipped to the tokens that it still needs.
 `unclipped`: passes with a draft, none of them clipped."""
 _NUM = "spec_decode_num_"
-_MOST = 1e18
+MOST_COUNT = 1e18
 """No engine counts so far; beyond it, a sum of squares is no number."""
 
 
@@ -63,6 +62,12 @@ class Counters:
     """Rounds that accepted at least 1, 2, ... tokens; empty where the engine does not say."""
     restarted: bool = False
     """A counter went backwards: these are the counts since then."""
+    requests: float = 0.0
+    """Requests behind the counts, where they were read from responses."""
+    uncounted: float = 0.0
+    """Responses that tell no counts."""
+    domains: Mapping[str, "Counters"] = field(default_factory=dict)
+    """Counts by domain of the request, "" where none is known; empty: they were not read from responses."""
 
     @property
     def tau(self) -> float:
@@ -93,7 +98,17 @@ class Counters:
             accepted=self.accepted + sign * other.accepted,
             drafted=(self.drafted or 0) + sign * (other.drafted or 0) if known else None,
             accepted_at=tuple(mine + sign * theirs for mine, theirs in positions),
+            requests=self.requests + sign * other.requests,
+            uncounted=self.uncounted + sign * other.uncounted,
+            domains={
+                name: self._domain(name)._sum(other._domain(name), sign)
+                for name in dict.fromkeys([*self.domains, *other.domains])
+            },
         )
+
+    def _domain(self, name: str) -> "Counters":
+        """Counts of a domain; none where it had no request."""
+        return self.domains.get(name) or Counters(self.engine, self.convention, 0.0, 0.0, 0.0)
 
     def _check_same_engine(self, other: "Counters") -> None:
         if (self.engine, self.convention) != (other.engine, other.convention):
@@ -104,35 +119,32 @@ class Counters:
 
 
 def parse(text: str, source: str) -> Counters:
-    """Read a scrape or llama.cpp's responses. `source` names it in errors. Raises InputError."""
+    """Read a scrape. `source` names it in errors. Raises InputError."""
     found = _parsed(text, source)
     counts = (found.rounds, found.accepted, found.drafted or 0.0, *found.accepted_at)
-    if not all(0 <= count < _MOST for count in counts):
-        wrong = next(count for count in counts if not 0 <= count < _MOST)
-        raise InputError(f"{source}: a count of {wrong:g}; must be a number from 0 and below {_MOST:g}")
+    if not all(0 <= count < MOST_COUNT for count in counts):
+        wrong = next(count for count in counts if not 0 <= count < MOST_COUNT)
+        raise InputError(f"{source}: a count of {wrong:g}; must be a number from 0 and below {MOST_COUNT:g}")
     return found
 
 
 def _parsed(text: str, source: str) -> Counters:
-    # 1) JSON is llama.cpp's responses; everything else must be Prometheus text.
-    if text.lstrip().startswith(("{", "[")):
-        return _timings(_responses(text, source), source)
+    # 1) The engine by the prefix of its metrics' names.
     found = _samples_by_name(text, source)
-    # 2) The engine by the prefix of its metrics' names.
     for engine, prefix, convention in (("vllm", "vllm:", "unclipped"), ("llama.cpp", "llamacpp:", "drafts")):
         if f"{prefix}{_NUM}drafts_total" in found:
             return _by_drafts(found, engine, prefix, convention, source)  # type: ignore[arg-type]
     if "sglang:spec_verify_calls_total" in found:
         return _sglang(found, source)
-    # 3) Nothing was found: say what is missing.
+    # 2) Nothing was found: say what is missing.
     if any(name.startswith("sglang:") for name in found):
         raise InputError(
             f"{source}: SGLang without sglang:spec_verify_calls_total: it has verified no draft yet, or is a version "
             "that does not count them"
         )
     raise InputError(
-        f"{source}: holds no counts of speculative decoding; known are vLLM's, SGLang's and llama.cpp's metrics and "
-        "llama.cpp's responses with timings"
+        f"{source}: holds no counts of speculative decoding; known are vLLM's, SGLang's and llama.cpp's metrics, and "
+        "responses of vLLM and llama.cpp"
     )
 
 
@@ -186,44 +198,6 @@ def _sglang(found: Samples, source: str) -> Counters:
         raise InputError(f"{source}: {missing}: is missing beside sglang:spec_verify_calls_total")
     tokens, requests, rounds = (_total(found, name) for name in needed)
     return Counters("sglang", "rounds", rounds, max(tokens - requests - rounds, 0.0))
-
-
-def _responses(text: str, source: str) -> Iterator[Mapping[str, Any]]:
-    """Timings of llama.cpp's responses: the text is one response, a list of them, or one a line."""
-    try:
-        # Whole JSON first; where that fails, JSON lines.
-        whole = parse_json(text)
-        answers = whole if isinstance(whole, list) else [whole]
-    except ValueError:
-        answers = [_line(line, number, source) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    # Timings lie in the response, or are the response itself (a log of timings).
-    for number, answer in enumerate(answers, 1):
-        timings = answer.get("timings", answer) if isinstance(answer, dict) else None
-        if not isinstance(timings, dict) or "predicted_n" not in timings:
-            raise InputError(f"{source}: response {number}: has no timings with predicted_n, as llama.cpp's have")
-        yield timings
-
-
-def _line(line: str, number: int, source: str) -> Any:
-    try:
-        return parse_json(line)
-    except ValueError as error:
-        raise InputError(f"{source}: line {number}: not valid JSON ({error})") from None
-
-
-def _timings(responses: Iterator[Mapping[str, Any]], source: str) -> Counters:
-    """Counters of llama.cpp's responses: n tokens, a of them accepted drafts, took n - 1 - a rounds."""
-    rounds = accepted = drafted = 0.0
-    # Refuse anything but counts. A response that was answered without drafts counts as plain rounds.
-    for number, timings in enumerate(responses, 1):
-        values = [timings.get(name, 0) for name in ("predicted_n", "draft_n", "draft_n_accepted")]
-        plain = (isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        if not all(plain) or not all(0 <= value < _MOST for value in values):
-            shown = f"{values}"[:120]
-            raise InputError(f"{source}: response {number}: predicted_n, draft_n, draft_n_accepted = {shown}: counts?")
-        tokens, drafts, right = map(float, values)
-        rounds, accepted, drafted = rounds + max(tokens - 1 - right, 0.0), accepted + right, drafted + drafts
-    return Counters("llama.cpp", "rounds", rounds, accepted, drafted)
 
 
 FEWEST_ROUNDS = 200

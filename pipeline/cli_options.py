@@ -281,7 +281,7 @@ class MetricsOptions:
     ] = None
     served: Annotated[
         list[str],
-        Option("--served", metavar="URL-OR-FILE", help="A serving engine's metrics; again for each replica."),
+        Option("--served", metavar="URL-OR-FILE", help="An engine's metrics, or responses; again for each replica."),
     ] = field(default_factory=list)
     since: Annotated[
         list[str],

@@ -25,7 +25,8 @@ from ..eval.diagnosis import (
     Tried,
     on_device,
 )
-from ..eval.engine_metrics import AcceptanceMismatch, compare, expected_acceptance, parse
+from ..eval.engine_metrics import AcceptanceMismatch, compare, expected_acceptance
+from ..eval.request_metrics import counters_of
 from ..eval.served_causes import known_causes, shape_of
 from ..progress import bar
 from ..specdec.diagnosis.reading import Reading, Scene
@@ -90,7 +91,7 @@ class Examination:
             raise MissingFileError(f"--draft {self._place}: no such file or folder")
         self._served = None
         if options.served is not None:
-            self._served = parse(_text(options.served), f"--served {options.served}")
+            self._served = counters_of(_text(options.served), f"--served {options.served}")
         self._target = target or Target.load(TargetSettings(model=options.target))
         self._known_bench = bench
         self._evidence: list[str] = []

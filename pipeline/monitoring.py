@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -25,6 +26,7 @@ from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .. import storage
+from ..data.domain_rules import served_domain
 from ..errors import (
     AcceptanceMismatchError,
     CorruptDataError,
@@ -34,8 +36,10 @@ from ..errors import (
     ServedError,
 )
 from ..eval.acceptance import Estimate
-from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptance, compare, expected_acceptance, parse
+from ..eval.counts import values, where
+from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptance, compare, expected_acceptance
 from ..eval.leaderboard import serving
+from ..eval.request_metrics import DomainOf, counters_of
 from ..eval.summary import describe_mismatch
 from ..http_replies import BearerAuth, UnusableError, bounded_session, read_body
 from ..masking import masked
@@ -94,6 +98,7 @@ def write_metrics(space: Workspace, options: MetricsOptions) -> str | None:
         if collector.unread is not None:
             raise collector.unread
         _warn(collector.mismatch, options)
+        _tell_requests(collector.counters, collector.domains, options)
     return None if options.out is not None else text.decode()
 
 
@@ -119,6 +124,24 @@ def _warn(mismatch: AcceptanceMismatch | None, options: MetricsOptions) -> None:
     say(f"{'WARNING: ' if mismatch.mismatch else ''}{line}")
     if mismatch.mismatch and options.fail_on_mismatch:
         raise AcceptanceMismatchError(line)
+
+
+def _tell_requests(
+    counters: Counters | None, domains: Mapping[str, AcceptanceMismatch], options: MetricsOptions
+) -> None:
+    """Say how each domain compares, and how many responses tell no counts or no domain."""
+    if counters is None or not counters.domains:
+        return
+    for name, found in domains.items():
+        say(f"{'WARNING: ' if found.mismatch else ''}domain {name!r}: {describe_mismatch(found, options.margin)}")
+    named = {name: one for name, one in counters.domains.items() if name}
+    unknown = counters.requests - sum(one.requests for one in named.values())
+    without = [name for name in named if name not in domains]
+    say(
+        f"served: {counters.requests:,.0f} responses with counts, {unknown:,.0f} of them of no known domain; "
+        f"{counters.uncounted:,.0f} without counts"
+        + (f"; not on the holdout: {', '.join(sorted(without))}" if without else "")
+    )
 
 
 def _listen(registry: CollectorRegistry, collector: Collector, where: str) -> None:
@@ -172,11 +195,15 @@ class ChampionCollector(Collector):
 
     def __init__(self, space: Workspace, options: MetricsOptions) -> None:
         self._space, self._options = space, options
-        self._expected: dict[str, ExpectedAcceptance | None] = {}  # by version
+        self._expected: dict[str, dict[str, ExpectedAcceptance]] = {}  # by version and domain; "": of all
         self._looks: deque[tuple[float, Counters]] = deque()  # time, and all that was counted since the first look
         self._last: Counters | None = None
         self._complained = ""
         self.mismatch: AcceptanceMismatch | None = None
+        self.counters: Counters | None = None
+        """What was counted in the window that was compared the last time."""
+        self.domains: dict[str, AcceptanceMismatch] = {}
+        """Comparison by domain, where single requests tell theirs and the holdout has it."""
         self.unread: DraftforgeError | None = None
         """Why the engines' counters could not be read or put together the last time."""
 
@@ -186,47 +213,58 @@ class ChampionCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Metrics of the champion, then of the served engines; an error of the one leaves the others."""
-        expected = None
+        expected: dict[str, ExpectedAcceptance] = {}
         try:
             self._space = self._space.reopened()
             version = _champion(self._space)
-            expected = None if version is None else self._expected_of(version[0])
-            yield from list(champion_families(self._space, version, expected, time.time()))  # all of it, or none
+            expected = {} if version is None else self._expected_of(version[0])
+            # All of it, or none.
+            yield from list(champion_families(self._space, version, expected.get(""), time.time()))
         except DraftforgeError as error:
-            expected = None
+            expected = {}
             self._complain(error)
         if self._options.served:
             yield from self._served(expected)
 
-    def _expected_of(self, version: Version) -> ExpectedAcceptance | None:
-        """Expected acceptance of a version, from the counts that its promotion kept; they never change: read once."""
+    def _expected_of(self, version: Version) -> dict[str, ExpectedAcceptance]:
+        """Expected acceptance of a version, in all ("") and by domain, from the counts that its promotion kept; they
+        never change: read once."""
         if version.reference not in self._expected:
             settings = self._space.recipe.score
             table = kept_counts(self._space.tracking, version)
-            known = table is not None and len(table) > 0
-            expected = expected_acceptance(serving(table, settings), settings.confidence) if known else None
-            self._expected = {version.reference: expected}
+            found: dict[str, ExpectedAcceptance] = {}
+            if table is not None and len(table) > 0:
+                decides = serving(table, settings)
+                parts = {"": decides} | {name: where(decides, domain=name) for name in values(decides, "domain")}
+                found = {name: expected_acceptance(part, settings.confidence) for name, part in parts.items()}
+            self._expected = {version.reference: found}
         return self._expected[version.reference]
 
-    def _served(self, expected: ExpectedAcceptance | None) -> Iterator[Metric]:
-        """Metrics of the engines; the comparison, or the error, stays in `mismatch` and `unread`."""
-        self.mismatch = self.unread = None
+    def _served(self, expected: Mapping[str, ExpectedAcceptance]) -> Iterator[Metric]:
+        """Metrics of the engines; the comparisons, or the error, stay in `mismatch`, `domains` and `unread`."""
+        self.mismatch = self.unread = self.counters = None
+        self.domains = {}
         try:
-            counters = self._window()
-            self.mismatch = None if expected is None else compare(counters, expected, self._options.margin)
+            self.counters = counters = self._window()
+            margin = self._options.margin
+            self.mismatch = compare(counters, expected[""], margin) if expected else None
+            known = {name: one for name, one in counters.domains.items() if name and name in expected}
+            self.domains = {name: compare(one, expected[name], margin) for name, one in sorted(known.items())}
         except DraftforgeError as error:
             self.unread = error
             self._complain(error)
             yield from served_families(None, None)
             return
         yield from served_families(counters, self.mismatch)
+        yield from request_families(counters, self.domains)
 
     def _window(self) -> Counters:
         """Counters of the compared window: since `--since`, over the last `--interval` seconds, or since the start."""
         # 1) Two given looks, or all that the engines have counted.
-        now, look = time.monotonic(), read_counters(self._options.served)
+        domain_of: DomainOf = partial(served_domain, self._space.recipe.mix)
+        now, look = time.monotonic(), read_counters(self._options.served, domain_of)
         if self._options.since:
-            return look.since(read_counters(self._options.since))
+            return look.since(read_counters(self._options.since, domain_of))
         if not self._options.interval_seconds:
             return look
         # 2) A sliding window: the sum since the first look survives an engine that restarts and counts from 0.
@@ -245,9 +283,12 @@ class ChampionCollector(Collector):
             say(f"metrics: {masked(str(error))}")
 
 
-def read_counters(sources: list[str]) -> Counters:
-    """Counters of all replicas, summed. Raises ServedError, MissingFileError or InputError, naming the source."""
-    first, *others = [parse(_source_text(source), masked(source)) for source in sources]
+def read_counters(sources: list[str], domain_of: DomainOf = lambda line: "") -> Counters:
+    """Counters of all replicas, summed. Raises ServedError, MissingFileError or InputError, naming the source.
+
+    `domain_of`: domain of a logged request, where a source holds responses.
+    """
+    first, *others = [counters_of(_source_text(source), masked(source), domain_of) for source in sources]
     for other in others:
         first = first.plus(other)
     return first
@@ -352,6 +393,26 @@ def served_families(counters: Counters | None, mismatch: AcceptanceMismatch | No
     yield from _interval("served_difference", "Served minus promised tau.", labels, mismatch.difference)
     text = "1: served tau is not the expected one; absent: not known."
     yield from _known("acceptance_mismatch", text, labels, mismatch.mismatch)
+
+
+def request_families(counters: Counters, domains: Mapping[str, AcceptanceMismatch]) -> Iterator[Metric]:
+    """Metrics of single requests, where the source holds responses: how many, and by domain."""
+    if not counters.domains:
+        return
+    labels, named = {"engine": counters.engine}, {name: one for name, one in counters.domains.items() if name}
+    unknown = counters.requests - sum(one.requests for one in named.values())
+    yield _gauge("served_requests", "Responses that tell what was accepted.", labels, counters.requests)
+    yield _gauge("served_requests_without_domain", "Of those, of no known domain.", labels, unknown)
+    yield _gauge("served_responses_without_counts", "Responses that tell nothing.", labels, counters.uncounted)
+    rounds = {name: one.rounds for name, one in named.items()}
+    taus = {name: one.tau for name, one in named.items() if math.isfinite(one.tau)}
+    expected = {name: one.expected.value for name, one in domains.items() if math.isfinite(one.expected.value)}
+    judged = {name: float(one.mismatch) for name, one in domains.items() if one.mismatch is not None}
+    yield _labelled("served_domain_rounds", "Rounds of a domain's requests.", labels, "domain", rounds)
+    yield _labelled("served_domain_tau", "Tokens a round of a domain's requests.", labels, "domain", taus)
+    yield _labelled("promised_domain_tau", "Holdout tau of the domain.", labels, "domain", expected)
+    text = "1: the domain's served tau is not the expected one; absent: not known."
+    yield _labelled("domain_acceptance_mismatch", text, labels, "domain", judged)
 
 
 def _quality(record: ModelVersion, expected: ExpectedAcceptance | None, labels: Labels) -> Iterator[Metric]:

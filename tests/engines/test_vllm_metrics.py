@@ -12,6 +12,7 @@ from trained import PROMPTS, Trained
 from vllm_served import served
 
 from draftforge.eval.engine_metrics import Counters, parse
+from draftforge.eval.request_metrics import parse_responses
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.sampling_settings import SamplingSettings
@@ -42,18 +43,21 @@ def test_a_servers_own_counters_are_the_rounds_of_its_answers(trained_drafts: Tr
         "num_speculative_tokens": K,
     }
     expected: list[EngineCounts] = []
+    answers: list[str] = []
     with served(
         trained_drafts.target_folder,
         tmp_path / "log",
         served_model_name="tiny",
         max_model_len=512,
         speculative_config=json.dumps(speculative),
+        per_request_spec_decode_metrics="summary",
     ) as address:
         before = settled(address)
         for ids, length in asked:
             body = {"model": "tiny", "prompt": ids, "max_tokens": length, "temperature": 0.0, "ignore_eos": True}
             answer = requests.post(f"{address}/v1/completions", json=body | {"return_token_ids": True}, timeout=120)
             answer.raise_for_status()
+            answers.append(json.dumps({"request": body, "response": answer.json()}))
             request = Request(ids, SamplingSettings(), 0, length + K, frozenset())
             ((_, own),) = generate(target, None, [request], draft_tokens=0)
             assert answer.json()["choices"][0]["token_ids"] == own.tokens[:length]
@@ -65,3 +69,11 @@ def test_a_servers_own_counters_are_the_rounds_of_its_answers(trained_drafts: Tr
     assert counted.accepted == sum(one.accepted for one in expected) > 0
     assert counted.drafted == sum(one.drafted for one in expected) > counted.accepted
     assert counted.accepted_at == tuple(map(sum, zip(*(one.accepted_K for one in expected))))
+    # Each response tells its own share of these.
+    told = parse_responses("\n".join(answers), "answers", lambda line: f"max_tokens {line['request']['max_tokens']}")
+    assert (told.requests, told.uncounted) == (len(asked), 0)
+    assert (told.rounds, told.accepted, told.drafted) == (counted.rounds, counted.accepted, counted.drafted)
+    assert told.accepted_at == counted.accepted_at and told.convention == counted.convention
+    for length in LENGTHS:
+        mine = [one for one, (_, each) in zip(expected, asked) if each == length]
+        assert told.domains[f"max_tokens {length}"].rounds == sum(one.rounds for one in mine)

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from draftforge.cli import main
 from draftforge.errors import AcceptanceMismatchError, InputError, MissingFileError, ServedError
+from draftforge.eval.counts import where
 from draftforge.eval.engine_metrics import expected_acceptance
 from draftforge.eval.leaderboard import serving
 from draftforge.pipeline import monitoring
@@ -153,6 +154,33 @@ def test_a_champion_is_told_of(
     assert value(samples((tmp_path / "f.prom").read_text()), "served_up") == 0
     said |= {"text": vllm(1000, right, 1000 * K), "status": 200}
     assert value(scraped(space, served=[address], fail_on_mismatch=True), "acceptance_mismatch") == 0
+
+    # Responses of single requests: as expected in one domain, not in the other, of no domain, without counts.
+    lines, of_all = list[dict[str, Any]](), serving(table, settings)
+    for domain, added in (("code", 0), ("support", 900), ("", 0), ("elsewhere", 0)):
+        own = (
+            expected_acceptance(where(of_all, domain="support" if added else "code"), settings.confidence)
+            .taus["unclipped"]
+            .value
+        )
+        accepted = round(1000 * (own - 1)) + added
+        rounds = {"acceptance_histogram": [1000 - accepted, accepted], "num_spec_steps": 1000}
+        rounds |= {"num_accepted_draft_tokens": accepted, "num_draft_tokens": 1000 * K}
+        answer = {"choices": [], "metrics": {"speculative_decoding": rounds}}
+        lines.append({"request": {"metadata": {"domain": domain}} if domain else {}, "response": answer})
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"response": {"choices": []}}])))
+    capsys.readouterr()
+    told = scraped(space, served=[str(tmp_path / "log.jsonl")])
+    assert value(told, "served_requests") == 4 and value(told, "served_requests_without_domain") == 1
+    assert value(told, "served_responses_without_counts") == 1 and value(told, "served_rounds") == 4000
+    rounds_of = {labels["domain"]: count for labels, count in told["served_domain_rounds"]}
+    assert rounds_of == {"code": 1000, "support": 1000, "elsewhere": 1000}
+    assert {labels["domain"] for labels, _ in told["promised_domain_tau"]} == {"code", "support"}
+    judged = {labels["domain"]: count for labels, count in told.get("domain_acceptance_mismatch", [])}
+    assert judged.get("code", 0) == 0 and judged.get("support", 1) == 1
+    said_now = " ".join(capsys.readouterr().err.split())
+    assert "domain 'code': vllm has tau" in said_now and "domain 'support': vllm has tau" in said_now
+    assert "4 responses with counts, 1 of them of no known domain; 1 without counts; not on the holdout" in said_now
 
     record = read_json(space.root / "staleness.json")
     write_json(space.root / "staleness.json", record | {"champion": "another/1"})  # the check was of the one before
