@@ -22,6 +22,7 @@ from ..registry.gate import Decision
 from ..registry.lineage import Version
 from ..registry.tracking import TrackedRun, find_run, start_run
 from ..registry.versions import TARGET_NAME_TAG, TARGET_TAG
+from ..storage import restrict
 from ..train.loop import figures_on_disk
 from ..train.throughput import NoSink
 from .export import show_serving
@@ -83,6 +84,7 @@ def capture(
     # 3) The answers alone, without signals.
     if answers_to is not None and space.first_rank:
         tokens = save_answers(Capture.open(captured.folder, verify=False), answers_to)
+        restrict(answers_to, recipe.workdir_access)
         say(f"{answers_to}: {tokens:,} answer tokens")
 
 

@@ -319,6 +319,8 @@ def _source_text(source: str) -> str:
         raise ServedError(f"--served {masked(source)}: {error}") from None
     except requests.RequestException as error:
         raise ServedError(f"--served {masked(source)}: does not answer ({type(error).__name__})") from None
+    except ValueError as error:
+        raise InputError(f"--served {masked(source)}: is no address ({error})") from None
 
 
 def _scrape(address: str) -> str:

@@ -90,7 +90,10 @@ def _repository(tracking: Tracking, uri: str) -> ArtifactRepository:
     Who can write to a registry can name any address as a version's source: a file of this machine, or a host that only
     this machine reaches.
     """
-    found, address = _resolved(tracking, uri)
+    try:
+        found, address = _resolved(tracking, uri)
+    except ValueError as error:  # such as `http://[`, which anybody may have registered
+        raise RegistryError(f"{masked(uri)}: its place is no address ({error})") from None
     client, settings = tracking.client, tracking.settings
     # 1) Where the store keeps its own: the experiment's place and those beside it; of a local database all, as it is
     #    its owner's. Those of experiments that a server made over it (`mlflow-artifacts:`) only that server opens.

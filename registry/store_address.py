@@ -15,12 +15,17 @@ DATABASE_NAME = "mlflow.db"
 def resolve_uri(settings: RegistrySettings, home: Path) -> str:
     """Address of the store: the recipe's, else MLFLOW_TRACKING_URI, else a SQLite file in `home`.
 
-    Paths of SQLite files become absolute. Raises TrackingError for a plain folder, which MLflow would accept.
+    Paths of SQLite files become absolute. Raises InputError for what is no address, TrackingError for a plain
+    folder, which MLflow would accept.
     """
     uri = settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
     if not uri:
         return _sqlite_uri(home / DATABASE_NAME)
-    if urllib.parse.urlsplit(uri).scheme in ("", "file"):
+    try:
+        scheme = urllib.parse.urlsplit(uri).scheme
+    except ValueError as error:
+        raise InputError(f"registry.tracking_uri: {masked(uri)}: is no address ({error})") from None
+    if scheme in ("", "file"):
         raise TrackingError(
             f"registry.tracking_uri: {masked(uri)}: must be a server (http…) or a database (sqlite:///FILE)"
         )

@@ -1,6 +1,7 @@
 """Recipes whose target is spread over the ranks: what trains, from which answers, and what is refused."""
 
 import json
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def test_recorded_answers_train_a_draft_of_a_spread_target(
     medusa = {"family": "medusa", "steps": 3, "warmup_steps": 1, "tokens_per_step": 256, "precision": "float32"}
     path = write_recipe(drafts={"eagle3": EAGLE3, "medusa": medusa})
     flow.capture(load_recipe(path), answers_to=tmp_path / "answers")
+    kept = [tmp_path / "answers", *(tmp_path / "answers").iterdir()]
+    assert [stat.S_IMODE(place.stat().st_mode) for place in kept] == [0o700, *[0o600] * (len(kept) - 1)]
     given = [f"capture.answers={tmp_path / 'answers'}", "capture.top_k=0"]
     train(str(path), [*given, f"workdir={tmp_path / 'whole'}"])
     run_distributed(__file__, "train", 2, [str(path), [*given, SHARD, f"workdir={tmp_path / 'spread'}"]])

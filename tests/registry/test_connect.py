@@ -68,6 +68,12 @@ def test_stores_that_cannot_work_are_refused(uri: str, tmp_path: Path) -> None:
         resolve_uri(RegistrySettings(tracking_uri=uri), tmp_path)
 
 
+@pytest.mark.parametrize("uri", ["http://[::1", "http://a:b@[x]:1/", "sqlite://["])
+def test_what_is_no_address_is_refused(uri: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"registry\.tracking_uri: .*: is no address"):
+        resolve_uri(RegistrySettings(tracking_uri=uri), tmp_path)
+
+
 def test_path_that_a_database_address_cannot_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="may not contain"):
         resolve_uri(RegistrySettings(), tmp_path / "50%#")

@@ -396,7 +396,14 @@ def test_foreign_pickles_and_empty_models(tracking: Tracking, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "source",
-    ["file://{place}", "{place}", "file://{own}/../../place", "http://127.0.0.1:9/x", "mlflow-artifacts://h/1"],
+    [
+        "file://{place}",
+        "{place}",
+        "file://{own}/../../place",
+        "http://127.0.0.1:9/x",
+        "http://[::1/x",
+        "mlflow-artifacts://h/1",
+    ],
 )
 def test_a_source_outside_the_store_is_refused_before_a_byte_is_copied(
     tracking: Tracking, tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
@@ -409,7 +416,7 @@ def test_a_source_outside_the_store_is_refused_before_a_byte_is_copied(
     uri, models = f"models:/{name}/{record.version}", tmp_path / "models"
     with monkeypatch.context() as patch:
         patch.setattr(artifacts, "_walk", lambda *_: pytest.fail("was looked into"))
-        with pytest.raises(DraftforgeError, match=r"outside the store's own places|must be a valid http"):
+        with pytest.raises(DraftforgeError, match=r"outside the store's own places|must be a valid http|is no address"):
             resolve_models_uri(tracking, uri, models)
     assert not models.is_dir() or list(models.iterdir()) == []
     if source == "file://{place}":
