@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from . import fingerprint
 from .data.chat_template import render
-from .data.conversation import messages_of
+from .data.records import messages_of
 from .data.store import Sample
 from .errors import InputError, refused_value
 from .eval import acceptance, counts

@@ -231,14 +231,7 @@ def fetch(
     target_id: Annotated[
         str | None, typer.Option("--target-id", help="The target's hub id, for formats that name it.")
     ] = None,
-    alias: Annotated[
-        str,
-        typer.Option(
-            "--alias",
-            help="champion, candidate or previous.",
-            autocompletion=completion.one_of(*completion.ALIASES),
-        ),
-    ] = "champion",
+    alias: cli_options.Alias = "champion",
 ) -> None:
     """Copy the champion of exactly this target out of the registry, for an engine; print the command that serves it.
 
@@ -417,19 +410,23 @@ def try_out(
 @cli_options.spread
 def generate(
     recipe: RecipeFile,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The user's message; - reads standard input.")],
     options: cli_options.GenerateOptions,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="The user's message; - reads standard input.")
+    ] = None,
     overrides: Overrides = None,
     draft_device: DraftDevice = None,
 ) -> None:
     """Answer a prompt with the draft's help: accepted drafted tokens in colour, then tau and speed.
 
-    Example: draftforge generate configs/demo.yaml "Where is my order?" -n 64
+    Example: draftforge generate configs/demo.yaml "Where is my order?" -n 64 --system "Be short."
     """
+    if options.messages is not None:  # there is no PROMPT then: the word is an override
+        prompt, overrides = None, [*filter(None, [prompt]), *(overrides or [])]
     loaded = _load(recipe, overrides, draft_device)
     from .pipeline import generate as generation
 
-    generation.generate(loaded, sys.stdin.read() if prompt == "-" else prompt, options)
+    generation.generate(loaded, prompt, options)
 
 
 @app.command(rich_help_panel=USE)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
 from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
@@ -51,24 +51,6 @@ class Message(BaseModel):
         message = self.model_dump(exclude_none=True)
         message["content"] = self.content or ""
         return message
-
-
-def messages_of(prompt: Any, where: str) -> list[Message]:
-    """Messages of a prompt: of a text, which is one user message, or of a list of messages with role and content.
-
-    `where`: what holds the prompt, for errors. Raises InputError for anything else.
-    """
-    if isinstance(prompt, str) and prompt.strip():
-        return [Message(role="user", content=prompt)]
-    listed = isinstance(prompt, Sequence) or hasattr(prompt, "tolist")  # a table keeps lists as arrays
-    if not listed or isinstance(prompt, str) or not len(prompt):
-        raise InputError(f"{where}: must be a prompt, or a list of messages with role and content")
-    try:
-        return [Message.model_validate(message) for message in prompt]
-    except ValidationError as error:
-        problem = error.errors()[0]
-        field = ".".join(map(str, problem["loc"])) or "message"
-        raise InputError(f"{where}: {field}: {problem['msg']}") from None
 
 
 class PromptCount(NamedTuple):

@@ -201,6 +201,39 @@ def parse(
     )
 
 
+def messages_of(prompt: Any, where: str) -> list[Message]:
+    """Messages of a prompt: of a text, which is one user message, or of a list of messages as of OpenAI's chat
+    completions, which are read as those of logged requests are.
+
+    `where`: what holds the prompt, for errors. Raises InputError for anything else.
+    """
+    if isinstance(prompt, str) and prompt.strip():
+        return [Message(role="user", content=prompt)]
+    listed = isinstance(prompt, Sequence) or hasattr(prompt, "tolist")  # a table keeps lists as arrays
+    if not listed or isinstance(prompt, str) or not len(prompt):
+        raise InputError(f"{where}: must be a prompt, or a list of messages with role and content")
+    return [_message(_plain(raw), "vllm", f"{where}: messages[{i}]") for i, raw in enumerate(prompt)]
+
+
+def request_of(body: Any, where: str) -> Record:
+    """Record of one request: a list of messages, or the body of a chat completion (`messages`, `tools`,
+    `chat_template_kwargs`, …), read as a logged one is. Raises InputError starting with `where`."""
+    body = {"messages": body} if isinstance(body, list) else body
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise InputError(f"{where}: must be a list of messages with role and content, or a request that holds them")
+    source = FileSource.model_validate({"kind": "openai", "path": where, "domain": "request"})
+    return parse({"request": body, "messages": body["messages"]}, "messages", source, where, timing=Timing())
+
+
+def _plain(raw: Any) -> Any:
+    """A value without arrays, which a table keeps lists as, and as plain mappings without absent fields."""
+    if isinstance(raw, Mapping):
+        return {name: _plain(value) for name, value in raw.items() if value is not None}
+    if hasattr(raw, "tolist"):
+        raw = raw.tolist()
+    return [_plain(value) for value in raw] if isinstance(raw, list | tuple) else raw
+
+
 def _otherwise(line: dict[str, Any], others: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the line with what else its request may be: also without the fields of an `extra_body`, which a body may
     have been sent with."""

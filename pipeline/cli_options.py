@@ -66,6 +66,10 @@ DraftDevice = Annotated[
     str | None,
     Option("--draft-device", help="Where the draft runs, such as cpu; default: score.draft_device."),
 ]
+Alias = Annotated[
+    str,
+    Option("--alias", help="champion, candidate or previous.", autocompletion=completion.one_of(*completion.ALIASES)),
+]
 Temperature = Annotated[float, Option("--temperature", "-t", min=0.0, max=1e6, help="0 is greedy.")]
 SamplingSeed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Of the sampling.")]
 
@@ -171,8 +175,18 @@ class SkipLayersOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """Draft, accept rule and sampling of `draftforge generate`."""
+    """Prompt, draft, accept rule and sampling of `draftforge generate`."""
 
+    system: Annotated[str | None, Option("--system", metavar="TEXT", help="System prompt.")] = None
+    messages: Annotated[
+        Path | None,
+        Option(
+            "--messages",
+            metavar="FILE",
+            help="Instead of PROMPT: JSON, a list of messages with role and content, or the body of a chat "
+            "completion with its tools; - reads standard input.",
+        ),
+    ] = None
     draft: Annotated[
         str | None,
         Option(

@@ -1,15 +1,18 @@
 """`draftforge generate`: one answer by speculative decoding, with accepted tokens coloured, and its tau."""
 
+import json
+import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from ..data.chat_template import render
-from ..data.conversation import Message
-from ..errors import InputError, RegistryError
+from ..data.conversation import OTHER_READINGS, Message
+from ..data.records import Record, request_of
+from ..errors import InputError, MissingFileError, RegistryError, one_line
 from ..eval.draft_configs import DraftConfig
 from ..eval.settings import SELECTION_SPLIT
 from ..progress import say
@@ -34,6 +37,8 @@ from .workspace import Workspace, require_whole
 
 NO_DRAFT = "none"
 DRAFTED = "bold green"
+_FOLLOWED = {"messages", "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "documents"}
+"""Fields of a request that shape its prompt."""
 _NO_CHAMPION = "this target has no champion yet: run `draftforge distill`, or name a draft with --draft"
 
 
@@ -75,12 +80,46 @@ def find_draft(space: Workspace, name: str | None, option: str = "--draft") -> P
     return found[max(found)]
 
 
-def generate(recipe: Recipe, prompt: str, options: GenerateOptions) -> None:
-    """Answer a prompt, and show the answer and what the draft was worth."""
+def generate(recipe: Recipe, prompt: str | None, options: GenerateOptions) -> None:
+    """Answer a prompt, or the messages of a file, and show the answer and what the draft was worth.
+
+    `prompt`: the user's message; `-` reads standard input; None: `options.messages` names a file. Raises InputError.
+    """
+    asked = _request(prompt, options)
     require_whole(recipe, "an answer")
     require_champion(recipe, options.draft)
     space = Workspace(recipe)
-    show(space.target, answer_prompt(space, prompt, options))
+    show(space.target, _answer(space, asked, options))
+
+
+def _request(prompt: str | None, options: GenerateOptions) -> Record:
+    """What is asked: the prompt or the file's messages, with the system prompt before them."""
+    # 1) One user message, or a request as an engine's client sends it.
+    file = options.messages
+    if prompt is not None:
+        check_prompt(text := sys.stdin.read() if prompt == "-" else prompt)
+        asked = request_of([{"role": "user", "content": text}], "PROMPT")
+    elif file is None:
+        raise InputError("PROMPT: is missing; give the user's message, or --messages FILE")
+    else:
+        where = f"--messages {file}"
+        try:
+            body = json.loads(sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise MissingFileError(f"{where}: no such file") from None
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: not JSON ({one_line(error)})") from None
+        asked = request_of(body, where)
+        unread = sorted(body.keys() - _FOLLOWED) if isinstance(body, dict) else []
+        if unread:
+            say(f"{where}: not followed: {', '.join(unread)}; sampling and length are those of the options")
+    # 2) The system prompt.
+    if options.system is None:
+        return asked
+    if not options.system.strip() or asked.messages[0].role in ("system", "developer"):
+        problem = "the messages begin with a system prompt" if options.system.strip() else "is empty; must hold text"
+        raise InputError(f"--system {options.system[:40]!r}: {problem}")
+    return replace(asked, messages=(Message(role="system", content=options.system), *asked.messages))
 
 
 def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> GeneratedAnswer:
@@ -91,8 +130,17 @@ def answer_prompt(space: Workspace, prompt: str, options: GenerateOptions) -> Ge
 
 def answer_messages(space: Workspace, messages: Sequence[Message], options: GenerateOptions) -> GeneratedAnswer:
     """Answer messages. At temperature 0 the rule is greedy, else the first of the recipe's that takes the draft."""
-    # The prompt as the target reads it, then what drafts and how much of it.
-    ids = render(space.target.tokenizer, messages)
+    return _answer_ids(space, render(space.target.tokenizer, messages), options)
+
+
+def _answer(space: Workspace, asked: Record, options: GenerateOptions) -> GeneratedAnswer:
+    """Answer a request as the target's engine reads it, with its tools and template arguments."""
+    arguments = {name: value for name, value in (asked.template_args or {}).items() if name != OTHER_READINGS}
+    ids = render(space.target.tokenizer, asked.messages, asked.tools, arguments, asked.prompt_end)
+    return _answer_ids(space, ids, options)
+
+
+def _answer_ids(space: Workspace, ids: list[int], options: GenerateOptions) -> GeneratedAnswer:
     proposer, plan = _proposer(space, space.target, options, len(ids) + options.max_new_tokens)
     return answer_ids(space, ids, proposer, plan, options)
 

@@ -20,7 +20,7 @@ import pandas as pd
 from pydantic import ValidationError
 
 from ..data.chat_template import render
-from ..data.conversation import messages_of
+from ..data.records import messages_of
 from ..errors import InputError, StaleInputError, refused_value
 from ..eval.settings import ScoreSettings
 from ..fingerprint import short

@@ -160,6 +160,11 @@ PUSHED = PushOptions(workdir=Path("w"), base_model="a/b", license="mit", private
         ),
         ("generate r.yaml hello seed=1", "generate", (RECIPE, "hello", GenerateOptions())),
         (
+            "generate r.yaml seed=1 --messages m.json --system s",
+            "generate",
+            (RECIPE, None, GenerateOptions(messages=Path("m.json"), system="s")),
+        ),
+        (
             "generate r.yaml hello seed=1 --draft d -k 3 -n 9 -t 0.8 --rule block --seed 4 --tree t --cascade lookup",
             "generate",
             (
@@ -225,12 +230,6 @@ PUSHED = PushOptions(workdir=Path("w"), base_model="a/b", license="mit", private
 def test_arguments_reach_the_verbs(calls: Calls, line: str, verb: str, args: tuple[Any, ...]) -> None:
     assert run(*line.split()) == 0
     assert calls == [(verb, args)]
-
-
-def test_a_dash_reads_the_prompt_from_standard_input(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(read=lambda: "from a pipe"))
-    assert run("generate", "r.yaml", "-") == 0
-    assert calls.pop()[1][1] == "from a pipe"
 
 
 @pytest.mark.parametrize(
@@ -427,8 +426,8 @@ def test_wrong_usage_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("generate", "r.yaml", "x", "-k", "0") == 2
     assert run("fetch", "out") == 2
     capsys.readouterr()
-    assert run("generate", "r.yaml") == 2
-    assert capsys.readouterr().err == "error: Missing argument 'PROMPT'; see `draftforge generate --help`\n"
+    assert run("fetch") == 2
+    assert capsys.readouterr().err == "error: Missing argument 'OUT'; see `draftforge fetch --help`\n"
     assert run() == 2
     assert "Usage" in "".join(capsys.readouterr())
 

@@ -305,10 +305,17 @@ def test_a_start_of_another_shape_is_refused_by_name(trained: Trained, fails: Fa
     assert f"error: drafts.s.layers = 3: init_from {start} has 2 layers" in line
 
 
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         (["", "--draft", "none"], "PROMPT: is empty"),
+        (["--draft", "none"], "PROMPT: is missing; give the user's message, or --messages FILE"),
+        (["hi", "--draft", "none", "--system", " "], "--system ' ': is empty; must hold text"),
+        (["--messages", "missing.json", "--draft", "none"], "--messages missing.json: no such file"),
+        (["--messages", str(DEMO), "--draft", "none"], "demo.yaml: not JSON"),
         (["a\udcffb", "--draft", "none"], "PROMPT .*: is not valid Unicode"),
         (["word " * 500, "--draft", "none"], "must fit the context of 512"),
         (["hi", "--draft", "smal"], r"--draft smal: must be a draft folder or one of .*\(small\)"),
@@ -327,6 +334,28 @@ def test_a_start_of_another_shape_is_refused_by_name(trained: Trained, fails: Fa
 def test_what_cannot_be_generated_is_one_line(
     options: list[str], says: str, trained_once: Trained, fails: Fails
 ) -> None:
+    assert re.search(says, fails(2, "generate", trained_once.recipe, *options))
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ([], "must be a list of messages with role and content, or a request that holds them"),
+        ({"prompt": "x"}, "must be a list of messages"),
+        ([{"role": "user"}], "messages"),
+        ([{"content": "x"}], r"messages\[0\]: role is missing"),
+        (
+            [{"role": "system", "content": "x"}, {"role": "user", "content": "y"}],
+            "--system 'z': the messages begin with",
+        ),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "request.json"),
+    ],
+)
+def test_messages_that_cannot_be_asked_are_one_line(
+    body: object, says: str, trained_once: Trained, tmp_path: Path, fails: Fails
+) -> None:
+    storage.write_json(tmp_path / "request.json", body)
+    options = ["--messages", tmp_path / "request.json", "--draft", "none", "--system", "z"]
     assert re.search(says, fails(2, "generate", trained_once.recipe, *options))
 
 

@@ -165,7 +165,7 @@ def test_a_tree_is_drafted_as_the_plan_says_and_another_k_is_said(
         ([""], "row 0: must be a prompt"),
         (pd.DataFrame({"id": ["1"], "prompt": ["x"]}), r"columns \['id'\]: must be one, prompt or messages"),
         ([{"role": "user", "content": "x"}], r"columns \['role'\]: must be one"),
-        ([{"messages": [{"role": 5, "content": "x"}]}], "row 0: role"),
+        ([{"messages": [{"role": 5, "content": "x"}]}], r"row 0: messages\[0\]: role is a JSON number"),
         ([{"messages": []}], "row 0: must be a prompt"),
         (["x" * 600], "max_position_embeddings"),
     ],
