@@ -34,9 +34,9 @@ from .acceptance import Estimate, estimate, ratio
 GREEDY = SamplingSettings()
 CONFIDENCE, SEARCH_CONFIDENCE = 0.95, 0.999
 """Of figures that are shown, and of gains: a hundred changes are tried, so one in a thousand may come by chance."""
-LEAST_GAIN, CLEAR_GAIN = 0.015, 0.08
-"""Least gain in tau, as a share of it: of a draft that is below its record; and of any other one, and of each fault but
-the first, as changes gain a few percent in heads that have learned little."""
+LEAST_GAIN, LIKELY_GAIN, CLEAR_GAIN, LIKELY = 0.015, 0.03, 0.08, 5
+"""Least gain in tau, as a share of it: of a draft that is below its record; of any other one, by the first LIKELY
+hypotheses and by the others; the last also of each fault but the first, as any change may gain a few percent."""
 _TIE = 0.005  # of tau: changes that restore as much as the best
 _FAR = (1.5, 2.0)
 """Least factor on accepted tokens a round, of a draft below its family's floor: to above the floor, and below it."""
@@ -245,7 +245,7 @@ class Search:
         for _, order, name, what, changed in better:
             acceptance = self.bench.measure(changed)
             gain = paired_gain(acceptance, now)
-            if gain.low > 0 and self.restores(acceptance, now, again):
+            if gain.low > 0 and self.restores(acceptance, now, again, order < LIKELY):
                 restoring.append(Tried(name, what, changed, order, acceptance, gain))
         if not restoring:
             return None
@@ -254,9 +254,10 @@ class Search:
         alike = [one for one in restoring if one.acceptance.tau.value >= top * (1 - _TIE)]
         return min(alike, key=lambda one: (one.order, -one.acceptance.tau.value))
 
-    def restores(self, after: Acceptance, now: Acceptance, again: bool) -> bool:
+    def restores(self, after: Acceptance, now: Acceptance, again: bool, likely: bool = False) -> bool:
         """Whether a gain beyond chance is a restoration, and not what any change may gain in a weak draft."""
-        least = CLEAR_GAIN if self.careful or again else LEAST_GAIN
+        careful = LIKELY_GAIN if likely and not again else CLEAR_GAIN
+        least = careful if self.careful or again else LEAST_GAIN
         if after.tau.value < (1 + least) * now.tau.value:
             return False
         # A draft of which too little is accepted must come far, or to where it is expected.

@@ -241,6 +241,11 @@ def reversed_layers(config: Json, tensors: Tensors) -> None:
             tensors[f"layers.{count - 1 - int(number)}.{rest}"] = tensor
 
 
+def without_norm(config: Json, tensors: Tensors) -> None:
+    """The file lacks the final norm."""
+    del tensors["norm.weight"]
+
+
 def turned_heads(config: Json, tensors: Tensors) -> None:
     count, kept = config["num_heads"], dict(tensors)
     for name, tensor in kept.items():
@@ -319,7 +324,7 @@ FAULTS = (
     Fault("gate and up exchanged", LAYERED, OURS, ("weights in another order",), exchanged("gate_proj", "up_proj")),
     Fault("fc columns from high to low", BLOCKS, OURS, ("order of the captured layers",), reordered),
     Fault("state before embedding", ("eagle", "eagle3"), OURS, ("embedding and state exchanged",), halved),
-    Fault("final norm is missing", HEADS, OURS, ("unreadable files",), dropped("norm.weight")),
+    Fault("final norm is missing", HEADS, OURS, ("unreadable files",), without_norm),
     Fault("codes without scale", ("eagle", *BLOCKS), OURS, ("integer codes",), codes),
     Fault("int8 with scales", BLOCKS, OURS, ("unreadable files",), scaled_codes),
     Fault("names with a prefix", BLOCKS, OURS, ("unreadable files",), prefixed),
