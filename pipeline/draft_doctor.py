@@ -37,7 +37,7 @@ from ..specdec.formats.layouts import NATIVE, layout_of
 from ..specdec.loading import load_tokenizer
 from ..specdec.serving_plan import PLAN_FILE, find_plan
 from ..specdec.stored_draft import TOKENIZER_FILE
-from ..specdec.target_settings import TargetSettings
+from ..specdec.target_settings import named_target
 from ..specdec.targets import Target, copy_tokenizer, tokenizer_digest, tokenizer_files
 from .cli_options import DraftDoctorOptions
 from .doctor_answers import Asked, answered, asked_of, rendered_otherwise
@@ -92,7 +92,7 @@ class Examination:
         self._served = None
         if options.served is not None:
             self._served = counters_of(_text(options.served), f"--served {options.served}")
-        self._target = target or Target.load(TargetSettings(model=options.target))
+        self._target = target or Target.load(named_target(options.target))
         self._known_bench = bench
         self._evidence: list[str] = []
         self._suspects: list[tuple[str, str]] = []

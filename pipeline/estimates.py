@@ -21,6 +21,7 @@ from .workspace import Workspace
 
 ESTIMATES_FILE = "estimates.json"
 _FIRST_SECONDS = 20.0  # of a stage, before its own pace is looked at; then at 40, 80, 160, …
+_MOST = 1e15  # of a record's numbers: seconds, bytes or tokens
 _ANOTHER_PACE = 1.5  # times as long, or as short, as was said: it is said anew
 
 
@@ -78,7 +79,7 @@ class StageEstimate:
             return
         # Numbers of a damaged or foreign record tell nothing.
         numbers = [last.get(name) for name in ("amount", "seconds", "bytes")]
-        if not all(isinstance(one, int | float) and one >= 0 for one in numbers) or not numbers[0]:
+        if not all(isinstance(one, int | float) and 0 <= one < _MOST for one in numbers) or not numbers[0]:
             return
         amount, seconds, size = map(float, numbers)  # type: ignore[arg-type]
         if self._stage not in known:  # what another stage wrote says nothing of this one

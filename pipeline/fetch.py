@@ -20,7 +20,7 @@ from ..specdec.loading import as_the_file_says, load_tokenizer
 from ..specdec.model_card import write_card
 from ..specdec.serve_commands import UNKNOWN_TARGET, ServeCommand
 from ..specdec.serving_plan import find_plan
-from ..specdec.target_settings import TargetSettings
+from ..specdec.target_settings import TargetSettings, named_target
 from ..specdec.targets import Source, locate, target_fingerprint
 from ..storage import read_object
 from .cli_options import StoreOptions
@@ -95,7 +95,7 @@ def _naming_option() -> Iterator[None]:
 def _settings(target: str) -> TargetSettings | None:
     """Settings of the model that --target names; None where it is hex digits of a fingerprint."""
     is_digits = _PREFIX.fullmatch(target) is not None and not Path(target).exists()
-    return None if is_digits else TargetSettings(model=target).absolute()
+    return None if is_digits else named_target(target).absolute()
 
 
 def _fingerprint(tracking: Tracking, prefix: str) -> str:

@@ -21,7 +21,7 @@ from ..errors import InputError, OwnershipError
 from ..progress import say
 from ..recipe import load_recipe, yaml_text
 from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
-from ..specdec.target_settings import TargetSettings
+from ..specdec.target_settings import TargetSettings, named_target
 
 _USUAL_DOMAIN = "chat"
 _TOKENS_PER_STEP, _EPOCHS, _FEWEST_STEPS, _MOST_STEPS = 16384, 3, 100, 4000
@@ -71,7 +71,7 @@ def init(log: Path, target: str, out: Path) -> None:
         raise OwnershipError(f"--out {out}: exists; name a new file")
     storage.require_file_place(out, "--out")
     # 1) What there is.
-    source, settings = _source(log), TargetSettings(model=target).absolute()
+    source, settings = _source(log), named_target(target).absolute()
     of_target = _look_at(settings)
     facts = _read(log, source, of_target.sampling)
     source = source.model_copy(update={"skip_invalid": facts.counts.skipped > 0})

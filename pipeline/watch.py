@@ -51,6 +51,7 @@ SECRET_VARIABLE = "DRAFTFORGE_WEBHOOK_SECRET"
 SIGNATURE, TIMESTAMP, DELIVERY = "X-MLflow-Signature", "X-MLflow-Timestamp", "X-MLflow-Delivery-Id"
 MOST_BYTES = 64 * 1024
 _CLOCK_SKEW_SECONDS = 300.0
+_TIMESTAMP_DIGITS = 12  # of a delivery, in seconds
 DELIVERIES_FILE = ".deliveries.json"
 """Ids of recent deliveries, in the work folder; hidden, as a folder with other content is never taken over."""
 
@@ -291,7 +292,8 @@ class Receiver:
         # Compared in constant time: the response time must not tell how much of a forged one is right.
         if not hmac.compare_digest(wanted.encode(), (headers.get(SIGNATURE) or "").encode()):
             return 401
-        if not (timestamp.isdecimal() and abs(time.time() - int(timestamp)) <= _CLOCK_SKEW_SECONDS):
+        seconds = int(timestamp) if timestamp.isdecimal() and len(timestamp) <= _TIMESTAMP_DIGITS else 0
+        if not abs(time.time() - seconds) <= _CLOCK_SKEW_SECONDS:
             return 401
         # A replay is answered as done: MLflow repeats deliveries whose answer it missed.
         with self._lock:
@@ -299,7 +301,7 @@ class Receiver:
             self._seen = {known: until for known, until in self._seen.items() if until >= now}
             if delivery in self._seen:
                 return 204
-            self._seen[delivery] = int(timestamp) + _CLOCK_SKEW_SECONDS
+            self._seen[delivery] = seconds + _CLOCK_SKEW_SECONDS
             if self._kept is not None:
                 storage.write_json(self._kept, self._seen)
         # 2) Is it about this target's alias?

@@ -5,6 +5,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..errors import InputError
+
 
 class TemplateLimits(BaseModel):
     """What a rendering of a chat template may take; no template of a real model comes near. All renderings of a run
@@ -69,3 +71,10 @@ class TargetSettings(BaseModel):
         named = {"model": self.model, "adapter": self.adapter}
         paths = {field: Path(text).expanduser().absolute() for field, text in named.items() if text is not None}
         return self.model_copy(update={field: str(path) for field, path in paths.items() if path.exists()})
+
+
+def named_target(name: str) -> TargetSettings:
+    """Settings of the model that --target names. Raises InputError for an empty name."""
+    if not name:
+        raise InputError("--target: is empty; name a model's folder, a .gguf file or a hub id")
+    return TargetSettings(model=name)

@@ -289,6 +289,7 @@ HEAVY = {"torch", "transformers", "mlflow", "datasets", "pyarrow", "pandas", "sc
         (["fetch", "out", "--target", "x", "--workdir", "missing"], 2, HEAVY),
         (["plan", str(DEMO), "--gpu", "b300"], 2, HEAVY),
         (["init", "--log", "missing", "--target", "x"], 2, HEAVY - {"pyarrow"}),
+        (["init", "--log", str(DEMO), "--target", ""], 2, HEAVY - {"pyarrow"}),
         (["init", "--log", "missing", "--target", "x", "--out", str(DEMO)], 2, HEAVY - {"pyarrow"}),
         (["doctor"], None, HEAVY - ({"torch"} if gpu_driver() else set())),  # 0 or 1, as this machine is
     ],

@@ -302,6 +302,7 @@ def test_a_replay_is_known_after_a_restart(tmp_path: Path, monkeypatch: pytest.M
     assert restarted().accept(headers, body) == 204
     monkeypatch.setattr(watching.time, "time", lambda: now + 310)
     assert restarted().accept(headers, body) == 401
+    assert restarted().accept(signed(body, "d4", at=10.0**40), body) == 401
     assert restarted().accept(signed(body, "d3", at=now + 310), body) == 202
     assert list(read_json(kept)) == ["d3"]
     kept.write_text("[")
