@@ -76,6 +76,13 @@ class LoggedPrompt(BaseModel):
     counts: list[PromptCount] = []
     digests: list[str] = []
     """Hashes of its text (as redacted) where engines logged that."""
+    served: list[str] = Field(default=[], exclude_if=operator.not_)
+    """Logs that hold its requests as clients sent them, and apart from these the prompts that they served: keys of the
+    mix's table of these."""
+
+
+ServedPrompts = Mapping[str, Mapping[bytes, bool]]
+"""By log, hashes of the prompts that it shows as served, and whether a request with it was answered."""
 
 
 class Conversation(BaseModel):
@@ -117,6 +124,8 @@ class Conversation(BaseModel):
     """File and line of the log that it was read from, relative to the recipe; no part of what a capture depends on."""
     skip_invalid: bool = Field(default=False, exclude=True)
     """Whether its source allows to leave out what the target's chat template refuses."""
+    served_prompts: Any = Field(default=None, exclude=True, repr=False)
+    """The mix's table of served prompts, a `ServedPrompts` that all of its conversations share; None: it has none."""
 
     def readings(self) -> "list[Conversation]":
         """What its request may have asked, itself first, where nothing but its prompt tells how a server read it."""

@@ -130,7 +130,11 @@ class IngestedRecords:
 
     def logged_prompts(self, asked: Sequence[TurnKeys]) -> Iterator[list[dict[str, Any]]]:
         """Yield what the log tells of the prompts of these conversations' turns; see `LoggedPromptIndex.prompts`."""
-        return self._logged.prompts(asked, self.log)
+        return self._logged.prompts(asked, self.log, self.served())
+
+    def served(self) -> dict[int, str]:
+        """The key of the prompts that each source's log shows as served; see `LoggedPromptIndex.served`."""
+        return self._logged.served([counts.served for counts in self.sources])
 
     def members(self) -> Iterator[Member]:
         """Yield clustering's view of each content, by number."""

@@ -1,11 +1,13 @@
 """Logged prompts: what a log tells of each prompt that was asked, and whether a target's template makes the same one.
 
-Logs of engines hold the text of a prompt, of which a mix keeps the hash; most others hold the number of its tokens as
-the server counted them. A request that was logged without something that shaped its prompt (LiteLLM keeps no
+Logs of engines hold the text of a prompt, of which a mix keeps the hash; SGLang's holds it apart from the request, so
+that a prompt is looked up among all that were served. Most other logs hold the number of its tokens as the server
+counted them. A request that was logged without something that shaped its prompt (LiteLLM keeps no
 `chat_template_kwargs`, say) shows by another number. Numbers that another tokenizer counted show nothing: whether a
 counter has the target's tokenizer, an even sample of its prompts tells.
 """
 
+import hashlib
 import math
 from array import array
 from collections import Counter
@@ -30,6 +32,7 @@ from .stratify import LogTable
 OTHER_PROMPT = "its chat template makes another prompt of the messages than the logged one"
 OTHER_COUNT = "its prompt has another number of tokens than the log counts"
 UNPROVEN = "the log does not show that its prompt was this one"
+NOT_ANSWERED = "the log shows that its engine refused it or failed at it"
 EITHER_WAY = "its request makes other prompts if it is read otherwise, and the log does not show which it was"
 _SAMPLED = 256  # prompts of a counter that tell whose tokens it counts
 _TRIED = 64  # prompts with another number of tokens that settings are tried on
@@ -49,13 +52,16 @@ class PromptTraces(NamedTuple):
     """Whether the record still holds what was counted: nothing of it was redacted."""
     digest: bytes | None
     """Hash of its text; None: the log has no text."""
+    received: int | None
+    """Source whose log shows its text apart from it, if at all; None: none does, or it cannot be compared."""
 
 
 class LoggedPromptIndex:
-    """What the log tells of every prompt, by the key of the turn that asked it: 28 bytes for each row of its table."""
+    """What the log tells of every prompt, by the key of the turn that asked it: 32 bytes for each row of its table."""
 
     def __init__(self) -> None:
         self._keys, self._counters, self._comparable = array("Q"), array("i"), array("b")
+        self._received = array("i")
         self._digests = bytearray()
         self._names: dict[str, int] = {}
 
@@ -66,9 +72,24 @@ class LoggedPromptIndex:
         self._counters.append(-1 if none else self._names.setdefault(str(traces.counter), len(self._names)))
         self._comparable.append(traces.comparable)
         self._digests += traces.digest or bytes(_DIGEST_BYTES)
+        self._received.append(-1 if traces.received is None else traces.received)
 
-    def prompts(self, asked: Sequence[TurnKeys], log: LogTable) -> Iterator[list[dict[str, Any]]]:
-        """Yield, for conversations with these turns, the `LoggedPrompt`s of each, as JSON objects."""
+    def served(self, sources: Sequence[Mapping[bytes, bool]]) -> dict[int, str]:
+        """The key of the prompts that a source's log shows as served, by source: of those that show any, and hold
+        requests whose prompts are looked up among them."""
+        found = {}
+        for source in set(self._received):
+            if source >= 0 and sources[source]:
+                pairs = sorted(sources[source].items())
+                content = b"".join(digest + bytes([answered]) for digest, answered in pairs)
+                found[source] = hashlib.blake2b(content, digest_size=8).hexdigest()
+        return found
+
+    def prompts(
+        self, asked: Sequence[TurnKeys], log: LogTable, served: Mapping[int, str]
+    ) -> Iterator[list[dict[str, Any]]]:
+        """Yield, for conversations with these turns, the `LoggedPrompt`s of each, as JSON objects. `served`: the keys
+        of served prompts by source."""
         # Rows by their keys: those of one key stand together, the earliest request first.
         keys_R, started_R = np.array(self._keys, dtype=np.uint64), np.array(log.started)
         order_R = np.lexsort((np.nan_to_num(started_R, nan=-np.inf), keys_R))
@@ -87,7 +108,9 @@ class LoggedPromptIndex:
                     "counts": self._counts(rows, names, log),
                     "digests": self._some_digests(rows),
                 }
-                if one["asked_at"] is not None or one["counts"] or one["digests"]:
+                if logs := {served[self._received[row]] for row in rows if self._received[row] in served}:
+                    one["served"] = sorted(logs)
+                if one["asked_at"] is not None or one["counts"] or one["digests"] or logs:
                     found.append({"turn": turn, **one})
             yield found
 
@@ -191,10 +214,10 @@ class PromptCheck:
     def _checked(self, conversation: Conversation) -> "_Checked":
         """What was found of each turn; kept of the last conversation."""
         if self._last is None or self._last[0] != conversation.id:
-            logged = {one.turn: one for one in conversation.logged_prompts if one.counts or one.digests}
+            logged = {one.turn: one for one in conversation.logged_prompts if one.counts or one.digests or one.served}
             asked, reason = self._reading(conversation, logged)
             found = _Checked(asked, {}, {})
-            if reason is None and self._in_doubt(conversation, []):
+            if reason is None and self._in_doubt(conversation, None):
                 reason = UNPROVEN
             for turn in reversed(_whole_turns(conversation) if logged or reason or asked is not conversation else []):
                 as_asked = _as_in(asked, conversation, turn)
@@ -244,8 +267,20 @@ class PromptCheck:
             prompt = turn_prompt(self._tokenizer, conversation, turn)
             ids = rendered[turn.index] = ids_of_prompt(self._tokenizer, prompt)
         except InputError:
-            return UNPROVEN if self._in_doubt(conversation, logged.counts) else None
-        if logged.digests and prompt_digest(prompt.whole) not in logged.digests:
+            return UNPROVEN if self._in_doubt(conversation, logged) else None
+        # SGLang logs the text of a prompt's ids, which may differ from the text that its template made.
+        digests = {prompt_digest(prompt.whole)}
+        if logged.served or (logged.digests and conversation.engine == "sglang"):
+            digests.add(prompt_digest(self._tokenizer.decode(ids, skip_special_tokens=False)))
+        served = [
+            prompts[digest]
+            for prompts in (conversation.served_prompts[log] for log in logged.served)
+            for digest in map(bytes.fromhex, digests)
+            if digest in prompts
+        ]
+        if served and not any(served) and not logged.digests:
+            return NOT_ANSWERED
+        if logged.digests and not served and digests.isdisjoint(logged.digests):
             return OTHER_PROMPT
         counts = [one for one in logged.counts if not one.tokens or self._counts_our_tokens(one.counter)]
         if (conversation.id, turn.index) not in self._counted:
@@ -255,14 +290,17 @@ class PromptCheck:
         told = self._told(logged)
         if told and len(ids) not in told:
             return f"{OTHER_COUNT} ({len(ids)}, logged {_listed(told)})"
-        return UNPROVEN if not (told or logged.digests) and self._in_doubt(conversation, logged.counts) else None
+        proven = told or logged.digests or served
+        return UNPROVEN if not proven and self._in_doubt(conversation, logged) else None
 
-    def _in_doubt(self, conversation: Conversation, counts: Sequence[PromptCount]) -> bool:
-        """Whether a prompt must be shown to be the served one: vLLM makes it by other code, or its log may lack its
-        system prompt and no number can be compared."""
+    def _in_doubt(self, conversation: Conversation, logged: LoggedPrompt | None) -> bool:
+        """Whether a prompt must be shown to be the served one: vLLM makes it by other code; or no number can be
+        compared, and its log shows served prompts, or may lack its system prompt."""
         own_code = self._own_code and conversation.engine == "vllm" and not self._ask_unproven
-        compared = any(one.tokens and self._counts_our_tokens(one.counter) for one in counts)
-        return own_code or (not compared and self._may_lack_system(counts))
+        if logged is None or self._told(logged):
+            return own_code
+        shown = bool(logged.served) and not self._ask_unproven
+        return own_code or shown or self._may_lack_system(logged.counts)
 
     def _may_lack_system(self, counts: Sequence[PromptCount]) -> bool:
         """Whether all requests of a prompt may have had a system prompt that their log lacks."""

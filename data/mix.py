@@ -4,6 +4,7 @@
     origins.parquet         file and line that each of these was read from, and whether it may be skipped
     members.parquet         signatures, turns and placements of these, their parts and every ancestor's; no text
     log.parquet             labels of every record that was read, and what became of it; no text
+    served.parquet          hashes of the prompts that logs of SGLang show as served, where any does
     clusters.parquet        centres of the domains that clustering named, where it named any
     manifest.json           counts, what was left out and redacted, digests of sources and files
 
@@ -41,7 +42,7 @@ from .workers import Workers
 
 FORMAT = 6
 CONVERSATIONS, ORIGINS, MEMBERS = "conversations.parquet", "origins.parquet", "members.parquet"
-LOG, MANIFEST = "log.parquet", "manifest.json"
+LOG, SERVED, MANIFEST = "log.parquet", "served.parquet", "manifest.json"
 CONTINUED, NEAR_COPY = "continued by a longer one", "near-copy"
 CONTAMINATED, OVER_SHARE = "near an evaluation set", "over the mix's shares or limit"
 COPIES = (COPY, CONTINUED, NEAR_COPY)
@@ -83,6 +84,7 @@ _MEMBER_SCHEMA = pa.schema(
         ("turn_keys", pa.list_(pa.uint64())),
     ]
 )
+_SERVED_SCHEMA = pa.schema([("log", pa.string()), ("prompt", pa.binary(16)), ("answered", pa.bool_())])
 _NESTED = ("messages", "tools", "template_args", "sampling", "logged_prompts")
 _ROWS_AT_ONCE = 4096
 _SYSTEM_STRATA = 64  # system prompts that keep shares of their own; the rarer ones share one
@@ -140,8 +142,12 @@ def load_mix(folder: Path) -> list[Conversation]:
     rows = _read_table(folder, CONVERSATIONS).to_pylist()
     columns = ["id", "where", "skip_invalid"]
     origins = {row["id"]: row for row in _read_table(folder, ORIGINS).select(columns).to_pylist()}
+    served: dict[str, dict[bytes, bool]] = {}
+    if SERVED in load_manifest(folder)["files"]:
+        for one in _read_table(folder, SERVED).to_pylist():
+            served.setdefault(one["log"], {})[one["prompt"]] = one["answered"]
     for row in rows:
-        row |= origins[row["id"]]
+        row |= origins[row["id"]] | {"served_prompts": served or None}
         for name in _NESTED:
             row[name] = None if row[name] is None else json.loads(row[name])
     return [Conversation.model_validate(row) for row in rows]
@@ -427,6 +433,14 @@ class _Mix:
         # Where a file lies is no part of a conversation: the same log in another order gives the same ones.
         _write_table(folder / ORIGINS, iter(origins), _ORIGIN_SCHEMA)
         _write_table(folder / MEMBERS, _member_rows(self._seen, self._known), _MEMBER_SCHEMA)
+        served = {key: self._records.sources[source].served for source, key in self._records.served().items()}
+        if served:
+            found = (
+                {"log": key, "prompt": prompt, "answered": answered}
+                for key, prompts in sorted(served.items())
+                for prompt, answered in sorted(prompts.items())
+            )
+            _write_table(folder / SERVED, found, _SERVED_SCHEMA)
         log = self._records.log
         labels = {name: log.column(name) for name in (*KEYS, SOURCE, "day")}
         table = {

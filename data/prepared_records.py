@@ -81,7 +81,7 @@ class Preparer:
             stored=stored(record, sampling, max_new_tokens, counts),
             signature=signature(record.user_text),
             turn_keys=keys,
-            traces=_traces(found, record, keys[-1]),
+            traces=_traces(found, record, keys[-1], self._settings.sources[record.source].kind),
             row=log_row(record, sampling),
             redacted=counts,
         )
@@ -168,11 +168,11 @@ def stored(
     return "\n".join(map(_encoded, (plain, *nested.values()))).encode()
 
 
-def _traces(found: Record, record: Record, turn_key: int) -> PromptTraces:
-    """What a line tells of its last prompt. `found`: the record before it was redacted."""
+def _traces(found: Record, record: Record, turn_key: int, kind: str) -> PromptTraces:
+    """What a line tells of its last prompt. `found`: the record before it was redacted; `kind`: its source's."""
     # A turn that waits for the target's own answers has another prompt than its log's.
     if record.turn_by_turn:
-        return PromptTraces(turn_key, None, False, None)
+        return PromptTraces(turn_key, None, False, None, None)
     end = turn_ends(record)[-1]
     same = record is found or (
         (record.messages[:end], record.tools, record.template_args)
@@ -184,7 +184,9 @@ def _traces(found: Record, record: Record, turn_key: int) -> PromptTraces:
         contents = (message.text for message in record.messages)
         text = first + "".join(content + piece for content, piece in zip(contents, rest))
         digest = bytes.fromhex(prompt_digest(text))
-    return PromptTraces(turn_key, record.counter, same, digest)
+    # Of a request as the client sent it other lines show the prompt; one that was redacted is not compared.
+    received = kind == "sglang" and record.pieces is None and same
+    return PromptTraces(turn_key, record.counter, same, digest, record.source if received else None)
 
 
 def columns(lines: bytes) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class Outcome(NamedTuple, Generic[R]):
     """Times of a request that an engine was busy with."""
     unfollowed: Sequence[str] = ()
     """The record's."""
+    served: tuple[bytes, bool] | None = None
+    """As in `Entry`."""
 
     def with_record(self, record: S | None) -> "Outcome[S]":
         """The same outcome with another form of its record."""
@@ -73,6 +75,8 @@ class SourceCounts:
     """By domain, as far as it can be told, the same for requests that gave no record."""
     unanswered: set[str] = field(default_factory=set, compare=False)
     """Domains and sources that let a conversation without a turn pass."""
+    served: dict[bytes, bool] = field(default_factory=dict, compare=False)
+    """Hashes of the prompts that the log shows as served, and whether a request with it was answered."""
 
     def add(self, outcome: Outcome[object], source: Source) -> None:
         """Count what a line became; a record counts as taken until `leave_out` says otherwise.
@@ -83,6 +87,9 @@ class SourceCounts:
         self.read += 1
         if outcome.unfollowed:
             self.unfollowed.update(outcome.unfollowed)
+        if outcome.served is not None:
+            digest, answered = outcome.served
+            self.served[digest] = answered or self.served.get(digest, False)
         if outcome.record is not None:
             self.taken += 1
             return
@@ -209,7 +216,7 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
     # Requests without a conversation count for the load only.
     if entry.left_out is not None:
         domain = _domain_named(source, entry.line)
-        return Outcome(entry.where, left_out=entry.left_out, domain=domain, timing=busy)
+        return Outcome(entry.where, left_out=entry.left_out, domain=domain, timing=busy, served=entry.served)
 
     # The record's own times must be dates of this very request, of a known year.
     if not entry.dated:
@@ -217,7 +224,7 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
     elif not entry.in_flight:
         timing = timing._replace(ended=None)
     found = _parsed(source, index, entry.line, "messages", entry.where, timing, entry.others)
-    found = found._replace(timing=busy)
+    found = found._replace(timing=busy, served=entry.served)
     if entry.pieces is None or found.record is None:
         return found
     # An engine's own log tells what it took, whoever named it.

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from .. import fingerprint, storage
 from .conversation import Conversation, turns
 from .dedup import asked_elsewhere, asking, turn_keys
-from .mix import CONVERSATIONS, MANIFEST, ORIGINS, load_manifest, load_mix
+from .mix import CONVERSATIONS, MANIFEST, ORIGINS, SERVED, load_manifest, load_mix
 from .split import unit
 
 BLEND = "blend"
@@ -84,13 +84,20 @@ def blend(mix: Path, old: Path, added: list[str], made_of: dict[str, Any], folde
         train[domain] = train.get(domain, 0) + 1
     manifest["turns"]["train"] += sum(turn.counts for one in _teaching(old, elsewhere) for turn in turns(one))
 
-    # 3) The folder: all other files of the mix as they are.
+    # 3) Prompts that the logs of both show as served. A key stands for the same ones in any mix.
+    tables = {CONVERSATIONS: conversations.sort_by("id"), ORIGINS: origins.sort_by("id")}
+    served = [pq.read_table(path) for path in (mix / SERVED, old / SERVED) if path.is_file()]
+    if served:
+        others = [table.filter(pc.invert(pc.is_in(table["log"], served[0]["log"]))) for table in served[1:]]
+        tables[SERVED] = pa.concat_tables([served[0], *others])
+
+    # 4) The folder: all other files of the mix as they are.
     with storage.new_folder(folder) as blended:
         for path in mix.iterdir():
-            if path.is_file() and path.name not in (CONVERSATIONS, ORIGINS, MANIFEST):
+            if path.is_file() and path.name not in (*tables, MANIFEST):
                 shutil.copyfile(path, blended / path.name)
-        for name, table in ((CONVERSATIONS, conversations), (ORIGINS, origins)):
-            pq.write_table(table.sort_by("id"), blended / name, compression="zstd")
+        for name, table in tables.items():
+            pq.write_table(table, blended / name, compression="zstd")
             manifest["files"][name] = fingerprint.of_file(blended / name)
         manifest["conversations"]["train"] = dict(sorted(train.items()))
         storage.write_json(blended / MANIFEST, manifest | {BLEND: made_of | {"added": len(added)}})

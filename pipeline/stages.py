@@ -96,9 +96,11 @@ class Stages:
             sorted(fingerprint.of_file(base / path / MIX_MANIFEST) for path in settings.ancestors),
             self.space.ancestors,
         ]
-        # Mixes before that rule do not mark them.
+        # Mixes before these rules do not mark them.
         if any(source.kind == "litellm" for source in settings.sources):
             inputs.append("calls that may lack their system prompt")
+        if any(source.kind == "sglang" for source in settings.sources):
+            inputs.append("prompts that were served")
         # Prompts that the target writes change with it.
         if self.asks_target:
             inputs.append(self.space.target_fingerprint)

@@ -96,6 +96,9 @@ class Entry:
     """The markup around the contents of its messages, where they come from a rendered prompt."""
     others: Sequence[Mapping[str, Any]] = ()
     """What else the line's request may be, where nothing in it tells how a server took it."""
+    served: tuple[bytes, bool] | None = None
+    """Hash of the prompt that a line shows as served for a request that another line holds, and whether it was
+    answered."""
 
 
 class JoinedLines(Protocol):

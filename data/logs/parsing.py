@@ -78,7 +78,7 @@ def unrender(prompt: str) -> Rendered | None:
 def prompt_digest(text: str) -> str:
     """Hash of a rendered prompt (32 hex digits), whether or not it begins with the token that a tokenizer may add."""
     begin = next((markup.begin for markup in _MARKUPS if markup.begin and text.startswith(markup.begin)), "")
-    return hashlib.blake2b(text[len(begin) :].encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(text[len(begin) :].encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def unread_reason(prompt: str) -> Literal["prompt in an unread markup", "raw prompt"]:

@@ -4,9 +4,10 @@
     [2026-11-28 10:00:04] Finish: obj=GenerateReqInput(rid='...', text='...', ...), out={'text': '...', ...}
     [2026-11-28 10:00:04] {"timestamp": "...", "event": "request.finished", "rid": "...", "obj": {...}, "out": {...}}
 
-A `Finish` line holds the rendered prompt and the answer. SGLang from the middle of 2026 also logs the request as the
-client sent it, without the id that would join both lines. If a log has such lines, conversations are taken from them,
-and times and token counts from the `Finish` lines.
+A `Finish` line holds the rendered prompt (the text of its ids) and the answer. SGLang from the middle of 2026 also logs
+the request as the client sent it, without the id that would join both lines. If a log has such lines, conversations are
+taken from them, and from the `Finish` lines times, token counts and a hash of each served prompt. Whatever the order of
+the lines, a received request was served with the prompt that the target's template makes of it if that is among these.
 """
 
 import re
@@ -18,7 +19,7 @@ from ...errors import InputError
 from ...storage import parse_json
 from .chat import Entry, JoinedLines, Reason, Timing, count, line_of
 from .containers import ContainerLines
-from .parsing import arguments, fields, is_cut, literal, number, seconds, unread_reason, unrender
+from .parsing import arguments, fields, is_cut, literal, number, prompt_digest, seconds, unread_reason, unrender
 
 _TEXT = re.compile(
     r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] )?(Receive OpenAI|Receive|Finish): (obj=.*)", re.DOTALL
@@ -142,6 +143,7 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
     if str(obj.get("rid", "")).startswith(_HEALTH):
         return Entry(where, left_out="health check")
     text = obj.get("text")
+    cut = isinstance(text, _Cut) or _shortened(text)
     reason: Reason | None = None
     if isinstance(out, Mapping) and "embedding" in out:
         reason = "no chat request"
@@ -149,24 +151,28 @@ def _finished(obj: Any, out: Any, where: str, when: float | None, replica: str, 
         reason = "failed request"
     elif has_requests and _is_logged_as_sent(obj):
         reason = "logged twice"
-    elif isinstance(text, _Cut) or _shortened(text):
+    elif cut:
         reason = "text cut by the log"
     elif not isinstance(text, str):
         reason = "no text logged"
     elif any(obj.get(name) for name in _MEDIA):
         reason = "message part that is not text"
 
-    # 2) The messages from the rendered prompt.
+    # 2) The served prompt, whether or not this file holds the received request, too.
+    shown = isinstance(text, str) and not cut and reason != "no chat request" and _is_logged_as_sent(obj)
+    served = (bytes.fromhex(prompt_digest(str(text))), not _failed(out)) if shown else None
+
+    # 3) The messages from the rendered prompt.
     rendered = unrender(text) if reason is None and isinstance(text, str) else None
     if rendered is None:
-        return Entry(where, {}, reason or unread_reason(str(text)), timing)
+        return Entry(where, {}, reason or unread_reason(str(text)), timing, served=served)
 
-    # 3) The answer and the settings, as far as they are logged.
+    # 4) The answer and the settings, as far as they are logged.
     answer = out.get("text") if isinstance(out, Mapping) else None
     params = obj.get("sampling_params")
     settings = {name: obj.get(name) for name in _SETTINGS} | (dict(params) if isinstance(params, Mapping) else {})
     line = line_of(rendered, None if isinstance(answer, _Cut) else answer, settings)
-    return Entry(where, line, None, timing, pieces=rendered.pieces)
+    return Entry(where, line, None, timing, pieces=rendered.pieces, served=served)
 
 
 def _is_logged_as_sent(obj: Mapping[str, Any]) -> bool:

@@ -9,10 +9,19 @@ from typing import Any
 import pytest
 from byte_level import byte_level_tokenizer
 from log_reading import write_lines
+from tokenizers import Tokenizer
+from tokenizers.normalizers import Lowercase
 
 from draftforge.data.chat_template import render, turn_prompt
 from draftforge.data.conversation import Conversation, Message, turns
-from draftforge.data.logged_prompts import EITHER_WAY, OTHER_COUNT, OTHER_PROMPT, UNPROVEN, PromptCheck
+from draftforge.data.logged_prompts import (
+    EITHER_WAY,
+    NOT_ANSWERED,
+    OTHER_COUNT,
+    OTHER_PROMPT,
+    UNPROVEN,
+    PromptCheck,
+)
 from draftforge.data.logs.parsing import prompt_digest
 from draftforge.data.mix import build_mix, load_mix
 from draftforge.data.settings import MixSettings
@@ -188,6 +197,98 @@ def test_an_extra_body_is_read_as_the_number_of_tokens_tells(
     told = PromptCheck(tokenizer, list(mix.values()), ask_unproven=True)
     assert ids(told, "nothing told") == [length(say("nothing told"), **off)]
     assert ids(told, "h") == ids(check, "h") and ids(told, "e") == ids(check, "e")
+
+
+def test_a_request_of_four_readings_is_asked_in_the_one_that_has_the_logged_number(
+    tmp_path: Path, tokenizer: Any, length: Callable[..., int]
+) -> None:
+    """Its `extra_body` was sent as its fields or as it is, to the Messages API or to chat completions, which pass over
+    `system`."""
+    off = {"enable_thinking": False}
+    more: Json = {"system": "Be brief.", "extra_body": {"chat_template_kwargs": off}}
+    prompts: dict[str, tuple[bool, Json]] = {"a": (True, off), "b": (False, off), "c": (True, {}), "d": (False, {})}
+
+    def made(name: str) -> list[Json]:
+        return [{"role": "system", "content": "Be brief."}] * prompts[name][0] + say(name)
+
+    sizes = {name: length(made(name), **prompts[name][1]) for name in prompts}
+    assert len(set(sizes.values())) == 4
+    lines = [logged("m", say(name), sizes[name], **more) for name in prompts]
+    lines += [logged("m", say(f"filler {i}"), length(say(f"filler {i}"))) for i in range(8)]
+    lines += [logged("m", say("other"), 99, **more), logged("silent", say("untold"), None, **more)]
+    for line in lines:
+        del line["response"]["choices"]  # their form tells whose they are
+    mix_of(tmp_path, lines)
+    mix = load_mix(tmp_path / "mix")
+    check = PromptCheck(tokenizer, mix)
+    found = {one.messages[-1].text: (check.refusal(one, 0) or check.ids(one, turns(one)[0]), one) for one in mix}
+    assert len(found["a"][1].readings()) == 4
+    for name in prompts:
+        said = [Message(role=one["role"], content=one["content"]) for one in made(name)]
+        assert found[name][0] == render(tokenizer, said, template_args=prompts[name][1])
+    assert found["untold"][0] == EITHER_WAY and str(found["other"][0]).startswith(OTHER_COUNT)
+
+
+def received(messages: list[Json]) -> Json:
+    return {"event": "request.received.openai", "obj": {"model": "m", "messages": messages}}
+
+
+def finished(text: str, status: int | None = None) -> Json:
+    """SGLang cuts the middle out of long texts at level 2. Clients may send one id again."""
+    cut = text if len(text) <= 2048 else f"{text[:1024]}...{text[-1024:]}"
+    reason: Json = {"type": "stop"} if status is None else {"type": "abort", "status_code": status}
+    return {
+        "event": "request.finished",
+        "obj": {"rid": "r", "text": cut},
+        "out": {"meta_info": {"finish_reason": reason}},
+    }
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_request_that_sglang_received_is_asked_if_its_prompt_is_among_those_served(
+    tmp_path: Path, tokenizer: Any, reverse: bool
+) -> None:
+    lower = copy(tokenizer)
+    lower._tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    lower.backend_tokenizer.normalizer = Lowercase()
+    long, retried, private = "long " * 408, "<user>retried<new>", "write to ann@example.org"
+    names = ("served", "DECODED", "other template", long, "refused", "retried", "in flight", private)
+    ends = [
+        *(finished("<user>served<new>"), finished("<user>decoded<new>")),
+        *(finished("<user>other template<new><no thoughts>"), finished(f"<user>{long}<new>")),
+        *(finished("<user>refused<new>", 400), finished(retried, 500), finished(retried)),
+        # A thread's last prompt proves the turns that its history holds alone, not those of requests of their own.
+        *(finished("<user>one<assistant>two<user>three<new>"), finished("<user>x<new>")),
+    ]
+    fill = [f"word{i} word{i * 7} word{i * 13}" for i in range(60)]
+    lines = [received(say(name)) for name in (*names, "x", *fill)]
+    lines += [received(say("one", "two", "three")), received(say("x", "y", "z"))]
+    lines += [*ends, *(finished(f"<user>{text}<new>") for text in fill)]
+    write_lines(tmp_path / "a.log", *map(json.dumps, lines[::-1] if reverse else lines))
+    # Nothing is compared where a log shows no served prompt.
+    alone = [received(say("alone")), {"event": "request.finished", "obj": {"rid": "r"}, "out": {}}]
+    write_lines(tmp_path / "b.log", *map(json.dumps, alone))
+    sources = [{"kind": "sglang", "path": name, "domain": "d"} for name in ("a.log", "b.log")]
+    allowed = {"near_threshold": 1.0, "may_be_unanswered": ["b.log"]}
+    build_mix(MixSettings.model_validate({"sources": sources, **allowed}), tmp_path, tmp_path / "mix")
+
+    def found(**settings: bool) -> dict[str, list[str | None]]:
+        mix = load_mix(tmp_path / "mix")
+        check = PromptCheck(lower, mix, **settings)
+        told = {
+            one.messages[0].text.replace("<email>", "ann@example.org"): [
+                check.refusal(one, t.index) for t in turns(one)
+            ]
+            for one in mix
+        }
+        assert all(told.pop(text) == [None] for text in fill)
+        return told
+
+    shown: dict[str, list[str | None]] = {name: [None] for name in ("served", "DECODED", "retried", private, "alone")}
+    shown |= {"one": [None, None], "refused": [NOT_ANSWERED]}
+    unproven = {name: [UNPROVEN] for name in ("other template", long, "in flight")}
+    assert found() == shown | unproven | {"x": [None, UNPROVEN]}
+    assert found(ask_unproven=True) == shown | {name: [None] for name in unproven} | {"x": [None, None]}
 
 
 def test_each_turn_of_a_thread_has_the_time_and_the_prompt_of_its_own_request(

@@ -7,6 +7,7 @@ import pytest
 
 from draftforge.data.conversation import turns
 from draftforge.data.dedup import turn_keys
+from draftforge.data.logs.parsing import prompt_digest
 from draftforge.data.mix import build_mix, load_manifest, load_members, load_mix
 from draftforge.data.rehearsal import base_of, blend, conversations_to_add
 from draftforge.data.settings import MixSettings
@@ -123,6 +124,30 @@ def test_a_turn_that_the_new_mix_trains_on_counts_there(tmp_path: Path) -> None:
     assert added and len(counting) == len(set(counting)) and set(counting) == set(taught(tmp_path / "both", False))
     mine = {one.id: one for one in load_mix(new)}
     assert all(mine.get(one.id, one) == one for one in load_mix(tmp_path / "both"))
+
+
+def test_served_prompts_of_both_mixes_are_known(tmp_path: Path) -> None:
+    def built(name: str, ancestors: tuple[Path, ...] = ()) -> Path:
+        texts = [f"{name} number {i} of {i * 7} about {name} {i * 13}?" for i in range(60)]
+        objects = [{"messages": [{"role": "user", "content": text}]} for text in texts]
+        lines = [{"event": "request.received.openai", "obj": one} for one in objects]
+        lines += [{"event": "request.finished", "obj": {"rid": "r", "text": text}} for text in texts]
+        (tmp_path / f"{name}.log").write_text("\n".join(map(json.dumps, lines)) + "\n")
+        source = {"kind": "sglang", "path": f"{name}.log", "domain": "d"}
+        settings = MixSettings.model_validate({"sources": [source], "near_threshold": 1.0})
+        build_mix(settings, tmp_path, tmp_path / name, ancestors=ancestors)
+        return tmp_path / name
+
+    old = built("old")
+    new = built("new", (old,))
+    added = conversations_to_add(new, old, 0.4, SALT)
+    blend(new, old, added, {"of": "f" * 64, "old": "e" * 64}, tmp_path / "both")
+    both = load_mix(tmp_path / "both")
+    logs = {one.id in added: one.logged_prompts[0].served for one in both}
+    assert logs[False] != logs[True]
+    for one in both:
+        (log,) = one.logged_prompts[0].served
+        assert bytes.fromhex(prompt_digest(one.messages[0].text)) in one.served_prompts[log]
 
 
 def test_no_turn_that_the_new_mix_judges_on_is_added(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from byte_level import byte_level_tokenizer
 from log_reading import SAMPLES, read_log, write_lines
 
 from draftforge.data.logged_prompts import PromptCheck
-from draftforge.data.logs.parsing import unrender
+from draftforge.data.logs.parsing import prompt_digest, unrender
 from draftforge.data.logs.vllm import VllmReader
 from draftforge.data.mix import build_mix, load_mix
 from draftforge.data.settings import MixSettings
@@ -470,6 +470,38 @@ def test_sglang_requests_that_share_an_id_failed_or_hold_media(tmp_path: Path) -
     read = read_log(write_lines(tmp_path / "s.log", *lines), "sglang")
     assert [talk[0][1] for talk in read.talks] == ["a", "b", "d"]
     assert read.counts.left_out == {"failed request": 1, "message part that is not text": 1}
+
+
+def test_sglang_shows_served_prompts_apart_from_their_requests() -> None:
+    """The sample is the output of SGLang 0.5.23's `RequestLogger` at level 3, in text and in JSON: requests of one id
+    that end in another order, one of them with an error."""
+    read = read_log(SAMPLES / "sglang_served.log", "sglang")
+    assert [talk[0][1] for talk in read.talks] == ['it\'s "first"', "second\n", "refused"] * 2
+    assert read.counts.left_out == {"logged twice": 4, "failed request": 2}
+    prompts = {'<user>it\'s "first"<new>': True, "<user>second\n<new>": True, "<user>refused<new>": False}
+    assert read.counts.served == {bytes.fromhex(prompt_digest(text)): prompts[text] for text in prompts}
+
+
+@pytest.mark.parametrize(
+    "name, text, shown",
+    [
+        ("r", "'<user>a<new>'", True),
+        ("r", f"'{'a' * 1024}' ... '{'b' * 1024}'", False),
+        ("r", f"'{'a' * 1024}...{'b' * 1024}'", False),
+        ("r", "None", False),
+        ("r", "['a', 'b']", False),
+        ("resp_1", "'<user>a<new>'", False),
+        ("HEALTH_CHECK_1", "'a'", False),
+    ],
+)
+def test_sglang_shows_no_served_prompt_by_a_text_that_is_cut_or_of_another_api(
+    tmp_path: Path, name: str, text: str, shown: bool
+) -> None:
+    received = "[2026-11-28 10:00:00] Receive OpenAI: obj={'messages': [{'role': 'user', 'content': 'a'}]}"
+    lines = (received, f"[2026-11-28 10:00:04] Finish: obj=GenerateReqInput(rid='{name}', text={text}), out={{}}")
+    for order in (lines, lines[::-1]):
+        read = read_log(write_lines(tmp_path / "s.log", *order), "sglang")
+        assert len(read.counts.served) == shown
 
 
 def test_sglang_servers_that_log_requests_stand_beside_those_that_do_not(tmp_path: Path) -> None:
