@@ -17,7 +17,7 @@ Turns, near-duplicates and sampling settings of one conversation cluster move to
    rule of three is 3 / G on one side (Hanley and Lippman-Hand, JAMA 249(13), 1983). Unlike clusters count as G =
    degrees of freedom + 1.
 
-docs/registry.md shows by simulation that it covers. Fewer than FEWEST_CLUSTERS clusters have no interval.
+docs/experiments.md shows by simulation that it covers. Fewer than FEWEST_CLUSTERS clusters have no interval.
 
 Shape letters: C clusters, B sets of sums, F summed columns, K drafted positions.
 """

@@ -36,7 +36,11 @@ class GridPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class CostSurface:
-    """Seconds of one part of a round as a function of the grid point; all weights are at least 0."""
+    """Seconds of one part of a round as a function of the grid point; all weights are at least 0.
+
+    w1 + w2 L + w3 B + w4 B L + w5 B C + w6 B L C + w7 [B > 1] + sum over powers of two t of w_t max(B N - t, 0), with B
+    the batch, L levels, N tokens of a sequence that the target sees, C context. So a time never falls as work grows.
+    """
 
     weights: dict[str, float]
     """Seconds a unit by name of the regressor; regressors of weight 0 are left out."""

@@ -85,8 +85,9 @@ def uniforms(seed_B: Tensor, emitted_B: Tensor, purpose: Purpose, count: int) ->
     """Random numbers [B, C] in [0, 1), float64, for the round of each slot that starts after `emitted` tokens.
 
     A hash of (request seed, tokens emitted before this round, purpose, index). A round emits at least one token, so no
-    number ever serves two rounds; and none depends on the slot, the batch or the device. `seed_B` is any int64,
-    `emitted_B` less than 2**31. Runs on their device and never waits for it.
+    number ever serves two rounds: block and traversal verification look at all of a round's numbers, and one that is
+    used again in the next round is wrong by as much as 0.066. None depends on the slot, the batch or the device.
+    `seed_B` is any int64, `emitted_B` less than 2**31. Runs on their device and never waits for it.
     """
     if not 0 <= count <= 1 << _INDEX_BITS:
         raise ValueError(f"count: {count}: one purpose has at most {1 << _INDEX_BITS} numbers a round")

@@ -16,6 +16,8 @@ from draftforge.recipe import load_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+LONG = {ROOT / "docs" / name for name in ("experiments.md", "logs.md")}
+"""Lab book, and the audit of every field of a logged request."""
 REST: dict[str, Any] = {
     "name": "rest",
     "target": {"model": "./target"},
@@ -94,6 +96,17 @@ def test_every_name_of_the_python_api_is_one_that_there_is() -> None:
     used = {use for _, text in blocks("python") for use in re.findall(rf"\b({'|'.join(made)})\.(\w+)\(", text)}
     assert not [f"{of}.{name}" for of, name in used if not hasattr(made[of], name)]
     assert {("df", "distill"), ("target", "stream"), ("recipe", "save")} <= used
+
+
+@pytest.mark.parametrize("page", sorted(set((ROOT / "docs").glob("*.md")) - LONG), ids=lambda page: page.name)
+def test_each_page_begins_with_its_task_and_commands_and_is_read_at_one_sitting(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    opening = " ".join(lines[2 : lines.index("", 2)])
+    assert lines[0].startswith("# ") and re.match(r"For .+?: .*?\.", opening) and len(lines) <= 200
+    verbs = set(re.findall(r"`draftforge ([a-z-]+)", opening))
+    command = typer.main.get_command(cli.app)
+    assert hasattr(command, "commands") and verbs <= set(command.commands)
+    assert verbs or page.name in {"glossary.md", "python.md", "parity.md"}
 
 
 def test_readme_is_read_in_five_minutes_and_the_glossary_has_each_word_once() -> None:

@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from ...errors import InputError, MissingFileError
 
 Drawn = Literal["deterministic", "iid", "without_replacement"]
-"""Way in which siblings were drawn: chosen (the k most likely), or sampled with or without replacement."""
+"""Way in which siblings were drawn, which decides the accept rules that may judge them.
+
+`deterministic`: the likeliest tokens were chosen. There is no chance in it that a ratio p / q could undo: `recursive`
+on a chosen top-2 with p = (.5, .3, .2) and q = (.6, .3, .1) emits (.83, 0, .17). Rules that read no q hold for it.
+`iid`: each sibling was drawn from q anew, so a token may stand there twice. Merged drafts are of this kind.
+`without_replacement`: each was drawn from q without its elder siblings, renormalised; where q has no token left, there
+is no node. The recorded q is the full one, and the rule takes the elders out again.
+
+Which tokens a sampled tree holds must follow from those draws alone. It is never pruned or sorted by what was drawn,
+and its shape is fixed before: stopping where q(x) is low turns (.5, .3, .2) into (.55, .33, .12).
+"""
 
 ROOT = -1
 """The parent of first-level nodes: the last emitted token, which is not a drafted node."""

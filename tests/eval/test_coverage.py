@@ -1,6 +1,6 @@
 """How often intervals hold the truth, on simulated holdouts with few and unlike clusters: ours, and others beside it.
 
-`SIMULATED=2000 pytest -s tests/eval/test_coverage.py` prints the table of docs/registry.md.
+`SIMULATED=2000 pytest -s tests/eval/test_coverage.py` prints the table of docs/experiments.md.
 
 Shape letters: C clusters, B bootstrap samples.
 """

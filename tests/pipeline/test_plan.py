@@ -27,7 +27,6 @@ from draftforge.train.families import family_of
 from draftforge.train.settings import Eagle3Settings, SmallSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-OPERATIONS = CONFIGS.parent / "docs/operations.md"
 H200 = plan.GPUS["h200"]
 SMOLLM2 = LlamaConfig(
     vocab_size=49152,
@@ -142,7 +141,7 @@ def step(shapes: plan.TargetShapes, accumulation: int = 1, **settings: Any) -> p
 
 
 def test_figures_beside_measured_rows() -> None:
-    """The errors that docs/operations.md and the comments of the constants name. Rows: docs/experiments.md."""
+    """The errors that the module's docstring and the comments of the constants name. Rows: docs/experiments.md."""
     smol = plan.TargetShapes.of_config(SMOLLM2)
     base = step(smol)
 
@@ -177,7 +176,7 @@ def test_figures_beside_measured_rows() -> None:
     }
     errors = {name: round(100 * (found / measured - 1)) for name, (found, measured, _) in rows.items()}
     assert errors == {name: error for name, (_, _, error) in rows.items()}
-    told = OPERATIONS.read_text().partition("nothing was fitted to by:")[2].partition("Rows that they")[0]
+    told = str(plan.__doc__).partition("nothing was fitted to:")[2].partition("Rows that they")[0]
     assert {int(word) for word in re.findall(r"[+-]\d+(?= %)", told)} == {-15, -16, -6, -11, -7, 1}
 
 

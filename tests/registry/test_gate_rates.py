@@ -1,6 +1,6 @@
 """How often the gate is wrong: simulated candidates, through the intervals that the scores use.
 
-`SIMULATED=2000 pytest -s tests/registry/test_gate_rates.py` prints the table of docs/registry.md.
+`SIMULATED=2000 pytest -s tests/registry/test_gate_rates.py` prints the table of docs/experiments.md.
 """
 
 import functools
