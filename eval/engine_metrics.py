@@ -6,6 +6,9 @@
 | llama.cpp | `/metrics`: `llamacpp:spec_decode_num_*_total` | drafts |
 | SGLang | `/metrics`: `sglang:generation_tokens_total`, `num_requests_total`, `spec_verify_calls_total` | rounds |
 
+The expected tau is put into the convention. unclipped: 1 + sum over k of alpha_1 ... alpha_k (`unclipped_tau`); drafts:
+1 + accepted / rounds that drafted anything; rounds: tokens a round, as here.
+
 SGLang's gauge `sglang:spec_accept_length` is of its last few steps only and has no counts behind it: it is not used.
 Responses of single requests are read in `request_metrics.py`.
 
