@@ -1,0 +1,510 @@
+"""Acceptance and speed that vLLM serves, beside the counts and the speed-up that draftforge promises.
+
+    python3 scripts/bench_served.py OUT --target FOLDER --vllm-python VLLM/bin/python --prompts mt_bench.jsonl \
+        --prompts humaneval.jsonl --limit 60 --draft runs/train-eagle3-0123456789ab/checkpoints/step-000400
+
+vLLM (0.23 to 0.33) lives in an environment of its own and serves the target on this machine: plain, with prompt lookup,
+and with each draft at each K, one server after another. Each server answers the first turn of every prompt at each
+concurrency, at temperature 0 and with a fixed number of tokens, after a warm-up. Its counters before and after give tau
+and accepted tokens by position; tokens a second beside the plain server's on the same prompts give the speed-up.
+
+After the last server has stopped, draftforge replays each draft on the very answers that each server gave ("tau ours",
+in vLLM's convention), and measures its own times over the concurrencies as batch sizes; with the counts on the plain
+server's answers they make the promised speed-up. Requests at once are fewer than the concurrency at the end of a
+measurement: `slots` is their mean number. `equal` is the share of answers that are the plain server's at the least
+concurrency, token by token: near ties fall otherwise in passes of another shape.
+
+OUT/results.json and OUT/table.txt are written as results come; OUT/logs has the log of each server, OUT/answers what it
+answered, OUT/costs the times. A later run goes on: what is measured is not measured again, what failed is tried again.
+Exit code 3: something failed; its row says why.
+"""
+
+import json
+import math
+import os
+import shlex
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import pyarrow as pa
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from draftforge import fingerprint, storage
+from draftforge.data.chat_template import render
+from draftforge.data.conversation import Message
+from draftforge.data.store import Sample
+from draftforge.errors import DraftforgeError, EngineError, InputError
+from draftforge.eval import counts
+from draftforge.eval.acceptance import alphas, unclipped_tau
+from draftforge.eval.cost_measurement import Grid, costs_file, measure_costs, most_context
+from draftforge.eval.cost_table import cached_costs, cost_key
+from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
+from draftforge.eval.leaderboard import config_rows
+from draftforge.eval.score import Identity, score_draft
+from draftforge.eval.serving_load import LoadTimes
+from draftforge.eval.settings import SELECTION_SPLIT, CostSettings, LoadSettings, ScoreSettings
+from draftforge.eval.target_pass_cache import TargetPassCache
+from draftforge.pipeline.stages import captured_stages, checkpoints_of
+from draftforge.pipeline.workspace import Workspace
+from draftforge.progress import bar, say
+from draftforge.recipe import load_recipe
+from draftforge.registry.lineage import git_commit
+from draftforge.scripts.vllm_servers import PLAIN, Client, Draft, Prompt, Setup, Vllm, measure
+from draftforge.specdec.formats import meta_file, read_meta
+from draftforge.specdec.formats.layouts import NATIVE, family_at, layout_of
+from draftforge.specdec.proposers.training_free import LOOKUP
+from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.stored_draft import StoredDraft
+from draftforge.specdec.target_settings import TargetSettings
+from draftforge.specdec.targets import Target, load_target_tokenizer
+
+Json = dict[str, Any]
+app = typer.Typer(add_completion=False)
+
+
+def read_prompts(paths: Sequence[Path], limit: int, settings: TargetSettings) -> list[Prompt]:
+    """First turns of JSON-lines files, `limit` of each (0: all), as ids. Raises InputError."""
+    tokenizer, found = load_target_tokenizer(settings), list[Prompt]()
+    for path in paths:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        for number, line in enumerate(lines[: limit or None], 1):
+            try:
+                raw = json.loads(line)
+                text, domain = str(raw["turns"][0]), str(raw.get("domain", path.stem))
+            except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+                raise InputError(f"{path}: line {number}: must be an object with turns, a list of texts") from None
+            # A target without a chat template reads the bare text.
+            chat = getattr(tokenizer, "chat_template", None)
+            ids = render(tokenizer, [Message(role="user", content=text)]) if chat else tokenizer(text).input_ids
+            found.append(Prompt(list(ids), domain))
+    if not found:
+        raise InputError(f"--prompts {paths[0]}: holds no prompt")
+    return found
+
+
+def find_drafts(given: Sequence[str], recipe: Path | None, overrides: Sequence[str], last: int) -> list[Draft]:
+    """Drafts by folder, or by their name in the recipe: the last checkpoints of each. Raises InputError."""
+    loaded = load_recipe(recipe, overrides) if recipe is not None else None
+    found = list[Draft]()
+    for one in given:
+        if loaded is not None and one in loaded.drafts:
+            known = checkpoints_of(captured_stages(Workspace(loaded)).training(one))
+            folders = [known[step] for step in sorted(known)[-last:]]
+            if not folders:
+                raise InputError(f"--draft {one}: has no checkpoint yet; run `draftforge train`")
+        elif Path(one).is_dir():
+            folders = [Path(one)]
+        else:
+            raise InputError(f"--draft {one}: must be a draft's folder, or with --recipe one of its drafts")
+        for folder in folders:
+            if (layout := layout_of(folder)) != NATIVE:
+                raise InputError(
+                    f"--draft {folder}: has format {layout}; must be as vLLM reads it with any K: "
+                    f"`draftforge export --format {NATIVE}` writes it"
+                )
+            family, digest = family_at(folder), fingerprint.of_json(fingerprint.file_digests(folder))
+            step = read_meta(folder).step if meta_file(folder).is_file() else 0
+            name = one if loaded is not None and one in loaded.drafts else family
+            if any((name, step) == (other.name, other.step) for other in found):
+                name = f"{name}-{digest[:6]}"
+            found.append(Draft(name, step, family, folder.resolve(), digest))
+    return found
+
+
+class Bench:
+    """The results so far, written after each part."""
+
+    def __init__(self, out: Path, settings: Json) -> None:
+        self.out, self.file = out, out / "results.json"
+        self.found: Json = storage.read_object(self.file) if self.file.is_file() else {}
+        before = self.found.setdefault("settings", settings)
+        wrong = next((name for name in settings if before.get(name) != settings[name]), None)
+        if wrong is not None:
+            raise InputError(f"{self.file}: was measured with another {wrong}; name another folder")
+        for part in ("drafts", "servers", "served", "ours", "failed"):
+            self.found.setdefault(part, {})
+
+    def keep(self, part: str, key: str, value: Any) -> None:
+        """Write a figure down at once: the machine may be gone before the next."""
+        self.found[part][key] = value
+        storage.write_json(self.file, self.found)
+
+    def failed(self, key: str, why: str) -> None:
+        """Note why a server, or our own part, could not be measured."""
+        say(f"{key} failed: {why}")
+        self.keep("failed", key, why)
+
+    def answers(self, key: str) -> list[tuple[int, list[int]]]:
+        """What was answered in a measurement: number of the prompt, and ids."""
+        return [(int(number), ids) for number, ids in storage.read_object(self._place(key))["answers"]]
+
+    def keep_answers(self, key: str, answers: Sequence[tuple[int, list[int]]]) -> None:
+        storage.write_bytes(self._place(key), json.dumps({"answers": answers}).encode())
+
+    def _place(self, key: str) -> Path:
+        return self.out / "answers" / f"{key}.json"
+
+
+def measured_key(setup: Setup, concurrency: int) -> str:
+    """Key of a measurement."""
+    return f"{setup.key}-c{concurrency}"
+
+
+# --- what the engine serves ---
+
+
+def serve_all(
+    bench: Bench, vllm: Vllm, target: TargetSettings, setups: Sequence[Setup], prompts: Sequence[Prompt], asked: Json
+) -> None:
+    """Measure what is not measured yet, one server after another."""
+    sizes: list[int] = asked["concurrency"]
+    left = {one: [size for size in sizes if measured_key(one, size) not in bench.found["served"]] for one in setups}
+    with bar("serving", sum(map(len, left.values())), "measurements") as advance:
+        for setup, missing in left.items():
+            if not missing:
+                continue
+            begun = time.monotonic()
+            record: Json = {"command": shlex.join(vllm.words(setup, target, "PORT"))}
+            record |= {"notes": list(setup.command(target).notes), "log": f"logs/{setup.key}.log"}
+            say(f"{setup.key}: starting (log: {bench.out / record['log']})")
+            done = 0
+            try:
+                with vllm.serving(setup, target, bench.out / record["log"]) as address:
+                    client = Client(address)
+                    record |= {"engine": client.version(), "start_seconds": time.monotonic() - begun}
+                    bench.keep("servers", setup.key, record)
+                    for size in missing:
+                        key = measured_key(setup, size)
+                        figures, answers = measure(client, setup, prompts, size, asked["new_tokens"], asked["waves"])
+                        bench.keep_answers(key, answers)
+                        bench.keep("served", key, figures)
+                        done += 1
+                        advance(note=f"{key}: {figures['tokens_per_second']:,.0f} tokens/s")
+                bench.found["failed"].pop(setup.key, None)
+            except DraftforgeError as error:
+                bench.keep("servers", setup.key, {"engine": "vLLM"} | record)
+                bench.failed(setup.key, str(error))
+                advance(len(missing) - done, note=f"{setup.key}: failed")
+
+
+# --- what draftforge says of the same answers ---
+
+
+class Judge:
+    """Replay of drafts on served answers, and their promised speed-up."""
+
+    def __init__(self, bench: Bench, settings: TargetSettings, prompts: Sequence[Prompt], asked: Json) -> None:
+        self._bench, self._prompts, self._asked = bench, prompts, asked
+        self._target = Target.load(settings)
+        tokens: int = asked["new_tokens"]
+        context = round(sum(len(one.ids) for one in prompts) / len(prompts)) + tokens // 2
+        load = LoadSettings(
+            engine="vllm", batch_sizes=dict.fromkeys(asked["concurrency"], 1.0), context_tokens=context,
+            answer_tokens=tokens,
+        )  # fmt: skip
+        costs = CostSettings(prompts=asked["cost_prompts"], rounds=asked["cost_rounds"])
+        self._settings = ScoreSettings(
+            draft_tokens=asked["draft_tokens"], decode_conversations=0, load=load, costs=costs
+        )
+        self._traces = TargetPassCache(self._target, self._settings.trace_bytes, self._settings.replay_tokens)
+
+    def judge(self, draft: Draft, setups: Sequence[Setup], base: str) -> Json:
+        """Our figures for each measurement of a draft; `base`: the one whose answers the promise is counted on."""
+        measured = [
+            (measured_key(one, size), one.draft_tokens, size)
+            for one in setups
+            for size in self._asked["concurrency"]
+            if one.draft == draft and measured_key(one, size) in self._bench.found["served"]
+        ]
+        answers = {key: self._bench.answers(key) for key in dict.fromkeys([base, *(key for key, *_ in measured)])}
+        # 1) What is known already of these answers.
+        served_by = fingerprint.of_json([draft.digest, self._settings.model_dump(mode="json"), answers])
+        known: Json = self._bench.found["ours"].get(draft.key, {})
+        if known.get("of") == served_by:
+            return known
+        # 2) Every distinct answer is replayed once, at every K.
+        loaded = (
+            StoredDraft.of_method(LOOKUP, self._target)
+            if draft.folder is None
+            else StoredDraft.load(draft.folder, self._target)
+        )
+        spec = ProposerSpec(loaded.proposer, tuple(self._settings.draft_tokens))
+        samples = {_answer_id(*one): self._sample(*one) for rows in answers.values() for one in rows}
+        identity = Identity(draft.name, draft.step)
+        table = score_draft(
+            self._target, [spec], list(samples.values()), self._settings, identity, self._traces, checked=()
+        ).counts
+        rows = list(zip(table["conversation"].to_pylist(), table["draft_tokens"].to_pylist(), strict=True))
+        row_of = {row: number for number, row in enumerate(rows)}
+
+        def given(key: str, K: int) -> pa.Table:
+            """Counts of all answers of a measurement, one that was given again counted again."""
+            return table.take([row_of[_answer_id(*one), K] for one in answers[key]])
+
+        # 3) The promise: counts on the base's answers, times over the concurrencies.
+        times = self._times(spec, loaded)
+        plain = counts.concat([given(base, K) for K in self._settings.draft_tokens])
+        promised = {one.config: one for one in config_rows([plain], {identity: times}, self._settings)[identity]}
+        found: Json = {"of": served_by, "base": base, "times": times.description, "measurements": {}}
+        confidence, reference = self._settings.confidence, set(map(_answer_id_of, answers[base]))
+        for key, K, size in measured:
+            mine, row = given(key, K), promised[DraftConfig(K)]
+            reached = [one.value for one in alphas(mine, confidence)]
+            figures: Json = {"tau": _known(unclipped_tau(mine, confidence).value)}
+            figures["accepted_at"] = [_known(math.prod(reached[: k + 1])) for k in range(K)]
+            figures["promised_tau"] = _known(row.tau.value)
+            figures["promised_speedup"] = _known(
+                times.gain_at(size, row.config, row.drafted_share).speedup(row.tau.value)
+            )
+            figures["equal_answers"] = sum(_answer_id_of(one) in reference for one in answers[key]) / len(answers[key])
+            found["measurements"][key] = figures
+        return found
+
+    def _sample(self, number: int, ids: list[int]) -> Sample:
+        """An answer as a sample; the answers to one prompt are one cluster."""
+        name, prompt = _answer_id(number, ids), self._prompts[number]
+        sampling = SamplingSettings()
+        return Sample(
+            prompt_ids=prompt.ids, answer_ids=ids, max_new_tokens=len(ids), id=f"{name}/0/{sampling.key}",
+            conversation=name, turn=0, cluster=str(number), domain=prompt.domain, split=SELECTION_SPLIT,
+            sampling=sampling, finish="length",
+        )  # fmt: skip
+
+    def _times(self, spec: ProposerSpec, draft: StoredDraft) -> LoadTimes:
+        """Times of this draft's shape over the concurrencies, measured once for all its checkpoints."""
+        settings, load = self._settings, self._settings.load
+        assert load is not None
+        key = cost_key(self._target, draft.module or draft.family, [spec], settings)
+        room = most_context(self._target.max_positions, max(spec.depths), settings.costs.rounds)
+        grid, prompts = Grid.around(load, room), [one.ids for one in self._prompts]
+
+        def measure_here() -> Any:
+            return measure_costs(key, self._target, [spec], prompts, settings, grid)
+
+        return LoadTimes(cached_costs(self._bench.out / "costs" / costs_file(key, grid), key, measure_here), load)
+
+
+def _answer_id(number: int, ids: list[int]) -> str:
+    return f"{number}-{fingerprint.short(fingerprint.of_json(ids))}"
+
+
+def _answer_id_of(answer: tuple[int, list[int]]) -> str:
+    return _answer_id(*answer)
+
+
+def _known(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def judge_all(
+    bench: Bench, target: TargetSettings, setups: Sequence[Setup], prompts: Sequence[Prompt], asked: Json
+) -> None:
+    """Our figures for every draft that was served; a draft that fails stops no other."""
+    served, least = bench.found["served"], asked["concurrency"][0]
+    pairs = [(one.draft, measured_key(one, size)) for one in setups for size in asked["concurrency"]]
+    there = [(draft, key) for draft, key in pairs if key in served]
+    drafts = list(dict.fromkeys(draft for draft, _ in there if draft is not None))
+    if not drafts:
+        return
+    # Setups begin with the plain server, so its answers at the least concurrency are the first, if there are any.
+    base = there[0][1]
+    if base != measured_key(setups[0], least):
+        say(f"there are no plain answers: promises are counted on those of {base}")
+    judge = Judge(bench, target, prompts, asked)
+    for draft in drafts:
+        try:
+            bench.keep("ours", draft.key, judge.judge(draft, setups, base))
+            bench.found["failed"].pop(f"replay of {draft.key}", None)
+        except (DraftforgeError, torch.OutOfMemoryError) as error:
+            bench.failed(f"replay of {draft.key}", str(error))
+
+
+# --- both beside each other ---
+
+
+def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None:
+    """Rows and rankings of the results, kept with them."""
+    served, rows = bench.found["served"], list[Json]()
+    for setup in setups:
+        server = bench.found["servers"].get(setup.key, {})
+        for size in sizes:
+            key, draft = measured_key(setup, size), setup.draft
+            about: Json = {"engine": server.get("engine", "vLLM"), "draft": draft.name if draft else PLAIN}
+            about |= {"step": draft.step if draft and draft.folder else None}
+            about |= {"draft_tokens": setup.draft_tokens, "concurrency": size}
+            if key not in served:
+                rows.append(about | {"failed": bench.found["failed"].get(setup.key, "was not measured")})
+                continue
+            mine = served[key]
+            about |= {name: mine[name] for name in ("slots", "tokens_per_second")}
+            if draft is None:
+                rows.append(about)
+                continue
+            ours = bench.found["ours"].get(draft.key, {}).get("measurements", {}).get(key, {})
+            plain = served.get(measured_key(setups[0], size))
+            speedup = mine["tokens_per_second"] / plain["tokens_per_second"] if plain else None
+            about |= {"tau_served": mine["tau"], "tau_ours": ours.get("tau"), "accepted_served": mine["accepted_at"]}
+            about |= {"accepted_ours": ours.get("accepted_at"), "speedup_served": speedup}
+            about |= {"speedup_promised": ours.get("promised_speedup"), "equal_answers": ours.get("equal_answers")}
+            about["tau_percent"] = percent(about["tau_ours"], about["tau_served"])
+            about["speedup_percent"] = percent(about["speedup_promised"], about["speedup_served"])
+            rows.append(about)
+    bench.found["rows"], bench.found["rankings"] = rows, rankings(rows)
+    storage.write_json(bench.file, bench.found)
+
+
+def percent(ours: float | None, served: float | None) -> float | None:
+    """How far ours lies above the served one, in percent of it."""
+    return None if ours is None or not served else 100 * (ours / served - 1)
+
+
+def rankings(rows: Sequence[Json]) -> list[Json]:
+    """Order of the checkpoints of each draft, best first, by what is served and by ours, at each K and concurrency."""
+    found, groups = list[Json](), dict[tuple[Any, ...], list[Json]]()
+    for row in rows:
+        if row["step"] is not None and "failed" not in row:
+            groups.setdefault((row["draft"], row["draft_tokens"], row["concurrency"]), []).append(row)
+    for (draft, K, size), group in groups.items():
+        if len(group) < 2:
+            continue
+        entry: Json = {"draft": draft, "draft_tokens": K, "concurrency": size}
+        for figure in ("tau", "speedup"):
+            ours = "ours" if figure == "tau" else "promised"
+            pair = [f"{figure}_served", f"{figure}_{ours}"]
+            order = [
+                [row["step"] for row in sorted(group, key=lambda row: -row[name])]
+                if all(row[name] is not None for row in group)
+                else None
+                for name in pair
+            ]
+            entry |= dict(zip(pair, order, strict=True))
+            entry[f"{figure}_equal"] = None if None in order else order[0] == order[1]
+        found.append(entry)
+    return found
+
+
+def show(bench: Bench, console: Console) -> None:
+    """Print the table, the rankings, notes and what failed."""
+    table = Table(title=f"{bench.found['settings']['new_tokens']} tokens an answer, T = 0; {bench.found['hardware']}")
+    columns = "engine|draft|step|K|conc.|slots|tau served|ours|%|accepted served|ours|tokens/s|speed-up served"
+    for title in f"{columns}|promised|%|equal".split("|"):
+        table.add_column(title)
+    for row in bench.found["rows"]:
+        about = [row["engine"], row["draft"], number(row["step"], ".0f"), row["draft_tokens"] or "-"]
+        cells = [escape(str(one)) for one in (*about, row["concurrency"])]
+        if "failed" in row:
+            table.add_row(*cells, "", escape(row["failed"]))
+            continue
+        cells += [number(row["slots"], ".1f"), number(row.get("tau_served")), number(row.get("tau_ours"))]
+        cells += [number(row.get("tau_percent"), "+.1f")]
+        cells += [" ".join(map(number, row.get(f"accepted_{side}") or [])) for side in ("served", "ours")]
+        cells += [number(row["tokens_per_second"], ",.0f"), number(row.get("speedup_served"))]
+        cells += [number(row.get("speedup_promised")), number(row.get("speedup_percent"), "+.1f")]
+        table.add_row(*cells, number(row.get("equal_answers"), ".0%"))
+    console.print(table)
+    for one in bench.found["rankings"]:
+        parts = [
+            f"{name.replace('_', ' ')} {' > '.join(map(str, order)) if order else '-'}"
+            for name, order in one.items()
+            if name.endswith(("_served", "_ours", "_promised"))
+        ]
+        alike = {True: "equal", False: "not equal", None: "not known"}
+        ends = f"tau {alike[one['tau_equal']]}, speed-up {alike[one['speedup_equal']]}"
+        where = f"steps of {one['draft']}, K={one['draft_tokens']}, concurrency {one['concurrency']}"
+        console.print(f"{where}: {'; '.join(parts)} ({ends})", markup=False)
+    for note in Counter(note for one in bench.found["servers"].values() for note in one["notes"]):
+        console.print(f"note: {note}", markup=False)
+    for of, why in bench.found["failed"].items():
+        console.print(f"{of} failed: {why}", markup=False)
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    """A figure, or a dash where it is not known."""
+    return "-" if value is None else format(value, form)
+
+
+@app.command()
+def main(
+    out: Annotated[Path, typer.Argument(help="Results are written there.")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value of the recipe.")] = None,
+    *,
+    target: Annotated[Path, typer.Option(exists=True, help="The target's folder.")],
+    vllm_python: Annotated[Path, typer.Option(exists=True, help="Python of vLLM's environment.")],
+    vllm_site: Annotated[Path | None, typer.Option(exists=True, help="PYTHONPATH of that Python.")] = None,
+    vllm_flags: Annotated[str, typer.Option(help="Further flags of every server, as one text.")] = "",
+    prompts: Annotated[list[Path], typer.Option(exists=True, help="JSON lines with turns, domain; again for more.")],
+    limit: Annotated[int, typer.Option(min=0, help="Prompts of each file; 0: all.")] = 60,
+    draft: Annotated[list[str] | None, typer.Option(help="Folder, or draft of --recipe; again for more.")] = None,
+    recipe: Annotated[Path | None, typer.Option(exists=True, help="Recipe whose drafts --draft names.")] = None,
+    checkpoints: Annotated[int, typer.Option(min=1, help="Last checkpoints of each draft of the recipe.")] = 1,
+    lookup: Annotated[bool, typer.Option(help="Serve prompt lookup, too.")] = True,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Again for more; 1, 8, 32, 64.")] = None,
+    draft_tokens: Annotated[list[int] | None, typer.Option(min=1, help="K; again for more; 1, 2, 4.")] = None,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of every answer.")] = 128,
+    waves: Annotated[int, typer.Option(min=1, help="Requests of a measurement, at least, per concurrency.")] = 2,
+    dtype: Annotated[str, typer.Option(help="Of target and drafts, here and there.")] = "bfloat16",
+    start_seconds: Annotated[float, typer.Option(min=1, help="A server must answer within these.")] = 600,
+    cost_prompts: Annotated[int, typer.Option(min=1, help="Prompts of our own times.")] = 4,
+    cost_rounds: Annotated[int, typer.Option(min=4, help="Rounds timed of each.")] = 16,
+    dry_run: Annotated[bool, typer.Option(help="Print the commands of all servers, and start none.")] = False,
+) -> None:
+    """Serve, replay, compare, and show it."""
+    # 1) What is asked.
+    sizes, depths = sorted(set(concurrency or [1, 8, 32, 64])), sorted(set(draft_tokens or [1, 2, 4]))
+    settings = TargetSettings.model_validate({"model": str(target.resolve()), "dtype": dtype})
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise InputError(f"--dtype {dtype}: must be bfloat16, float16 or float32, which both sides know")
+    drafts = [Draft(LOOKUP, 0, LOOKUP, None, LOOKUP)] if lookup else []
+    drafts += find_drafts(draft or [], recipe, overrides or [], checkpoints)
+    setups = [Setup(None, 0), *(Setup(one, K) for one in drafts for K in depths)]
+    # Answers that repeat a prompt must read it again, as new ones would.
+    flags = ["--max-num-seqs", str(sizes[-1]), "--no-enable-prefix-caching", *shlex.split(vllm_flags)]
+    vllm = Vllm(vllm_python.absolute(), vllm_site, flags, start_seconds)
+    if dry_run:
+        for setup in setups:
+            print(shlex.join(vllm.words(setup, settings, "PORT")))
+        return
+    rows = read_prompts(prompts, limit, settings)
+    asked: Json = {"target": settings.model, "dtype": dtype, "new_tokens": new_tokens, "waves": waves, "flags": flags}
+    asked["prompts"] = fingerprint.of_json([list(one) for one in rows])
+    bench = Bench(out.resolve(), asked)
+    for one in drafts:
+        if bench.found["drafts"].setdefault(one.key, one.digest) != one.digest:
+            raise InputError(f"{bench.file}: {one.key} was another draft; name another folder")
+    # 2) The servers, then, with the device free again, our own part.
+    asked = asked | {"concurrency": sizes, "draft_tokens": depths}
+    asked |= {"cost_prompts": cost_prompts, "cost_rounds": cost_rounds}
+    serve_all(bench, vllm, settings, setups, rows, asked)
+    judge_all(bench, settings, setups, rows, asked)
+    # 3) Both.
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores"
+    bench.found |= {"hardware": hardware, "torch": torch.__version__, "commit": git_commit(), "command": sys.argv}
+    compare(bench, setups, sizes)
+    show(bench, Console(width=200))
+    with (bench.out / "table.txt").open("w") as stream:
+        show(bench, Console(width=200, file=stream))
+    if bench.found["failed"]:
+        raise typer.Exit(EngineError.exit_code)
+
+
+def _stopped(*_: object) -> None:
+    """A script that is stopped stops its server."""
+    sys.exit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _stopped)
+    try:
+        app()
+    except DraftforgeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,188 @@
+"""The benchmark of served against promised figures, with a stand-in for vLLM that serves what our target answers."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_counts import CountedRounds, EngineRound, engine_rounds, matched_runs
+from trained import PROMPTS, Trained
+from typer.testing import CliRunner
+
+from draftforge.errors import EngineError, InputError
+from draftforge.scripts import bench_served, vllm_servers
+from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.proposers.factory import make_proposer
+from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.target_settings import TargetSettings
+
+STAND_IN = Path(__file__).parents[1] / "support" / "vllm_stand_in.py"
+DEPTHS, LENGTH = (1, 2), 24
+
+
+class Stage:
+    """A folder with prompts, the stand-in's file, and the wrapper that is vLLM's Python."""
+
+    def __init__(self, folder: Path, drafts: Trained) -> None:
+        self.folder, self.drafts = folder, drafts
+        self.runs: dict[int, list[CountedRounds]] = {}
+        self.state: dict[str, Any] = {"answers": {}, "rounds": {}, "broken": ["medusa"]}
+        lines = [json.dumps({"turns": [text], "domain": "orders"}) for text in PROMPTS[:3]]
+        (folder / "prompts.jsonl").write_text("\n".join(lines))
+        (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{STAND_IN}" "{self.file}" "$@"\n')
+        (folder / "python").chmod(0o755)
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "state.json"
+
+    @property
+    def draft(self) -> Path:
+        return self.drafts.draft_folders["eagle3"].resolve()
+
+    def answer(self) -> None:
+        """Our greedy answers to the prompts, and the rounds that vLLM counts for them."""
+        target = self.drafts.target()
+        draft = make_proposer(self.drafts.draft("eagle3"), target)
+        for ids in (target.tokenizer(text).input_ids for text in PROMPTS[:3]):
+            request = Request(ids, SamplingSettings(), 0, LENGTH + max(DEPTHS), frozenset())
+            ((_, own),) = generate(target, None, [request], draft_tokens=0)
+            self.state["answers"][json.dumps(ids)] = own.tokens[:LENGTH]
+            for K in DEPTHS:
+                runs = matched_runs(target, draft, ids, own.tokens, K)
+                self.runs.setdefault(K, []).append(runs)
+                rounds = self.state["rounds"].setdefault(f"{self.draft} {K}", {})
+                rounds[json.dumps(ids)] = [one.accepted for one in engine_rounds("vllm", runs, K, LENGTH)]
+        self.write()
+
+    def write(self) -> None:
+        self.file.write_text(json.dumps(self.state))
+
+    @property
+    def starts(self) -> list[str]:
+        return (self.folder / "starts.txt").read_text().split("\n")[:-1]
+
+    def run(self, *more: str) -> Any:
+        given = [str(self.folder / "out"), "--target", str(self.drafts.target_folder), "--dtype", "float32"]
+        given += ["--vllm-python", str(self.folder / "python"), "--prompts", str(self.folder / "prompts.jsonl")]
+        given += ["--draft", str(self.draft), "--draft", str(self.drafts.draft_folders["medusa"]), "--no-lookup"]
+        given += [word for K in DEPTHS for word in ("--draft-tokens", str(K))]
+        given += ["--concurrency", "1", "--concurrency", "2", "--waves", "3", "--new-tokens", str(LENGTH)]
+        given += ["--cost-prompts", "1", "--cost-rounds", "4"]
+        return CliRunner().invoke(bench_served.app, [*given, *more])
+
+    @property
+    def results(self) -> dict[str, Any]:
+        return json.loads((self.folder / "out/results.json").read_text())  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def stage(trained_drafts: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
+    monkeypatch.setattr(vllm_servers, "_SETTLE_SECONDS", 0.01)
+    return Stage(tmp_path, trained_drafts)
+
+
+def reached_and_accepted(runs: Sequence[CountedRounds], K: int) -> list[float]:
+    """Shares of full drafts that accept 1, 2, ... tokens, by our convention: alphas of the positions reached."""
+    rounds: list[EngineRound] = [one for run in runs for one in engine_rounds("draftforge", run, K, LENGTH)]
+    alphas = [
+        sum(one.accepted >= k for one in rounds) / sum(one.drafted >= k and one.accepted >= k - 1 for one in rounds)
+        for k in range(1, K + 1)
+    ]
+    return [math.prod(alphas[:k]) for k in range(1, K + 1)]
+
+
+@pytest.mark.slow
+def test_served_figures_stand_beside_ours_and_a_second_run_goes_on(stage: Stage) -> None:
+    stage.answer()
+    first = stage.run()
+    assert first.exit_code == 3, first.output  # Medusa's servers failed
+    found = stage.results
+    rows = {(row["draft"], row["draft_tokens"], row["concurrency"]): row for row in found["rows"]}
+    assert len(rows) == len(found["rows"]) == 2 * (1 + 2 * len(DEPTHS))
+    for K in DEPTHS:
+        # Counters of the whole list of prompts, and our own by a plain count of the rounds along the same answers.
+        counted = [one for each in stage.state["rounds"][f"{stage.draft} {K}"].values() for one in each]
+        ours = reached_and_accepted(stage.runs[K], K)
+        for size in (1, 2):
+            row = rows["eagle3", K, size]
+            assert row["engine"] == "vLLM 0.99"
+            assert row["tau_served"] == pytest.approx(1 + sum(counted) / len(counted))
+            served = [sum(one >= k for one in counted) / len(counted) for k in range(1, K + 1)]
+            assert row["accepted_served"] == pytest.approx(served)
+            assert row["accepted_ours"] == pytest.approx(ours) and row["tau_ours"] == pytest.approx(1 + sum(ours))
+            assert row["tau_percent"] == pytest.approx(100 * (row["tau_ours"] / row["tau_served"] - 1))
+            assert row["equal_answers"] == 1
+            speeds = [rows[key]["tokens_per_second"] for key in (("eagle3", K, size), ("plain", 0, size))]
+            assert row["speedup_served"] == pytest.approx(speeds[0] / speeds[1])
+            assert row["speedup_promised"] > 0
+            assert rows["medusa", K, size]["failed"].endswith("ValueError: no medusa here")
+    # Whole passes over the prompts, in at least three waves: one of three prompts, or two for six requests.
+    assert [found["served"][f"plain-c{size}"]["requests"] for size in (1, 2)] == [3, 6]
+    assert "no medusa here" in (stage.folder / "out/table.txt").read_text()
+    assert stage.starts == ["plain 0", "eagle3 1", "eagle3 2", "medusa 1", "medusa 2"]
+    # The second run starts what failed, and nothing else; it replays nothing again.
+    stage.state["broken"] = ["plain", "eagle3", "medusa"]
+    stage.write()
+    assert stage.run().exit_code == 3
+    assert stage.starts[5:] == ["medusa 1", "medusa 2"]
+    assert stage.results["rows"] == found["rows"] and stage.results["ours"] == found["ours"]
+    # Figures of another number of tokens do not mix in.
+    other = stage.run("--new-tokens", "8")
+    assert isinstance(other.exception, InputError) and "new_tokens" in str(other.exception)
+
+
+def test_a_dry_run_prints_commands_and_starts_nothing(stage: Stage) -> None:
+    found = stage.run("--dry-run", "--vllm-flags", "--gpu-memory-utilization 0.5")
+    lines = found.stdout.splitlines()
+    assert found.exit_code == 0 and len(lines) == 5
+    assert all(line.endswith("--no-enable-prefix-caching --gpu-memory-utilization 0.5") for line in lines)
+    assert [("speculative-config" in line) for line in lines] == [False, True, True, True, True]
+    assert not (stage.folder / "out").exists() and not (stage.folder / "starts.txt").exists()
+
+
+def test_a_draft_that_no_server_could_read_is_refused(stage: Stage, tmp_path: Path) -> None:
+    found = stage.run("--draft", "nobody")
+    assert isinstance(found.exception, InputError) and "--draft nobody" in str(found.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_server_that_does_not_answer_is_stopped_with_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ignores the request to end, and so does a process that it started."""
+    monkeypatch.setattr(vllm_servers, "_STOP_SECONDS", 0.1)
+    stubborn = tmp_path / "python"
+    stubborn.write_text("#!/bin/sh\ntrap '' TERM\nsleep 61 &\necho $! $$ >&2\nwait\nsleep 62\n")
+    stubborn.chmod(0o755)
+    vllm = vllm_servers.Vllm(stubborn, None, [], start_seconds=0.3)
+    setup, log = vllm_servers.Setup(None, 0), tmp_path / "log"
+    target = TargetSettings(model="TARGET", dtype="float32")
+    with pytest.raises(EngineError, match=r"not answer within 0\.3 s"), vllm.serving(setup, target, log):
+        raise AssertionError
+    pids = log.read_text().split()
+    assert len(pids) == 2
+    time.sleep(0.05)
+    states = subprocess.run(["ps", "-o", "stat=", "-p", ",".join(pids)], capture_output=True, text=True, check=False)
+    assert all(state.startswith("Z") for state in states.stdout.split())
+
+
+def test_checkpoints_are_ranked_by_what_is_served_and_by_ours() -> None:
+    def row(step: int, tau: float, ours: float | None, speedup: float, promised: float, draft: str = "a") -> Any:
+        about = {"draft": draft, "step": step, "draft_tokens": 2, "concurrency": 8}
+        figures = {"tau_served": tau, "tau_ours": ours, "speedup_served": speedup, "speedup_promised": promised}
+        return about | figures
+
+    failed = {"draft": "a", "step": 9, "draft_tokens": 2, "concurrency": 8, "failed": "no server"}
+    rows = [row(1, 1.5, 1.4, 1.1, 1.2), row(2, 1.7, 1.6, 1.3, 1.1), failed, row(3, 1.9, 1.8, 1.2, 1.3, "alone")]
+    (found,) = bench_served.rankings(rows)
+    assert (found["tau_served"], found["tau_ours"], found["tau_equal"]) == ([2, 1], [2, 1], True)
+    assert (found["speedup_served"], found["speedup_promised"]) == ([2, 1], [1, 2])
+    assert found["speedup_equal"] is False
+    (unknown,) = bench_served.rankings([row(1, 1.5, None, 1.1, 1.2), row(2, 1.7, 1.6, 1.3, 1.1)])
+    assert unknown["tau_ours"] is None and unknown["tau_equal"] is None
