@@ -231,13 +231,13 @@ class Judge:
         known: Json = self._bench.found["ours"].get(draft.key, {})
         if known.get("of") == served_by:
             return known
-        # 2) Every distinct answer is replayed once, at every K.
+        # 2) Every distinct answer is replayed once, at every K that was served.
         loaded = (
             StoredDraft.of_method(LOOKUP, self._target)
             if draft.folder is None
             else StoredDraft.load(draft.folder, self._target)
         )
-        spec = ProposerSpec(loaded.proposer, tuple(self._settings.draft_tokens))
+        spec = ProposerSpec(loaded.proposer, tuple(sorted({K for _, K, _ in measured})))
         samples = {_answer_id(*one): self._sample(*one) for rows in answers.values() for one in rows}
         identity = Identity(draft.name, draft.step)
         table = score_draft(
@@ -252,7 +252,7 @@ class Judge:
 
         # 3) The promise: counts on the base's answers, times over the concurrencies.
         times = self._times(spec, loaded)
-        plain = counts.concat([given(base, K) for K in self._settings.draft_tokens])
+        plain = counts.concat([given(base, K) for K in spec.depths])
         promised = {one.config: one for one in config_rows([plain], {identity: times}, self._settings)[identity]}
         found: Json = {"of": served_by, "base": base, "times": times.description, "measurements": {}}
         confidence, reference = self._settings.confidence, set(map(_answer_id_of, answers[base]))
