@@ -53,7 +53,7 @@ from .served_request import (
     validated,
 )
 from .settings import LABEL, DatasetSource, FileSource, Shape, TargetSource
-from .sharegpt import MEDIA, SHAREGPT_ROLES, sharegpt_messages
+from .sharegpt import MEDIA, SHAREGPT_ROLES, refuse_what_stands_beside, sharegpt_messages
 
 _ID_DIGITS = 24
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
@@ -65,7 +65,6 @@ _MEDIA: dict[Shape, tuple[str, ...]] = {
 message."""
 _OTHER_ROLES = frozenset((*SHAREGPT_ROLES, "ai", "bot"))
 """Names in small letters of the usual roles, where they are none of `ROLES` as it is written."""
-_BESIDE_PROMPT = ("input", "query", "context", "history")
 DEFAULT_COLUMNS: dict[Shape, str] = {
     "messages": "messages",
     "sharegpt": "conversations",
@@ -519,6 +518,7 @@ def _is_system(name: str) -> bool:
 
 
 def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
+    refuse_what_stands_beside(None, lookup, where)
     return sharegpt_messages(_items(lookup, "conversations", where), engine, where)
 
 
@@ -528,10 +528,8 @@ def _turns(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
 
 
 def _prompt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:
-    # Alpaca's rows ask an instruction and its input together, LLaMA-Factory's a query, and behind a history.
     asked = lookup("prompt")
-    if any(lookup(name) not in (None, "", [], "[]", asked) for name in _BESIDE_PROMPT):
-        raise LeftOut(where, "messages in an unread form")
+    refuse_what_stands_beside(asked, lookup, where)
     return [_user_message(asked, engine, f"{where}: prompt")]
 
 

@@ -17,7 +17,7 @@ from .chat_template import arguments_of_sglang
 from .conversation import OTHER_READINGS, Engine, PromptEnd
 from .logs.anthropic import MESSAGES_API, MessagesForm
 from .logs.chat import MOST_TOKENS, LeftOut, Reason, decoded
-from .logs.parsing import number
+from .logs.parsing import flag, number
 from .settings import RESERVED_ARGS
 
 M = TypeVar("M", bound=BaseModel)
@@ -80,12 +80,8 @@ _NUMBERS = frozenset(
         *("frequency_penalty", "presence_penalty", "min_tokens", "thinking_token_budget"),
     )
 )
-_FLAGS = frozenset(
-    (
-        *("add_special_tokens", "add_generation_prompt", "continue_final_message"),
-        *("ignore_eos", "use_beam_search", "watermarking"),
-    )
-)
+_OF_PROMPT = ("add_special_tokens", "add_generation_prompt", "continue_final_message")
+_FLAGS = frozenset((*_OF_PROMPT, "ignore_eos", "use_beam_search", "watermarking"))
 _OBJECTS = frozenset(
     (
         *("request", "extra_body", "chat_template_kwargs", "documents", "reasoning", "reasoning_effort"),
@@ -95,15 +91,17 @@ _OBJECTS = frozenset(
 
 
 def from_table(line: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields, those of a request as values where a table holds them as text."""
-    return {name: _field_of_table(name, value) if isinstance(value, str) else value for name, value in line.items()}
+    """The fields, those of a request as values where a table holds them as text, and flags as engines take them."""
+    found = {name: _field_of_table(name, value) if isinstance(value, str) else value for name, value in line.items()}
+    for name in _FLAGS.intersection(found):
+        value = found[name]
+        found[name] = flag(value.strip() if isinstance(value, str) else value)
+    return found
 
 
 def _field_of_table(name: str, text: str) -> Any:
     if name in _OBJECTS:
         return decoded(text)
-    if name in _FLAGS:
-        return {"true": True, "false": False}.get(text.strip().lower(), text)
     found = number(text) if name in _NUMBERS else None
     if found is None:
         return text
@@ -125,6 +123,7 @@ def refuse_what_cannot_be_made_again(
         "special tokens added to the prompt": vllm and request.get("add_special_tokens") is True,
         "answered by an adapter": adapted or any(request.get(name) for name in _ADAPTERS[engine]),
         "prompt continued from another request": bool(request.get("session_params")),
+        "request that the engine refuses": vllm and any(lookup(name) not in (None, True, False) for name in _OF_PROMPT),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -145,7 +144,7 @@ def prompt_of(
     assistant's last message is an answer or part of the prompt. Raises InputError for a request without messages.
     """
     # 1) The prompt: without the answer, which the request's own messages lack.
-    asked = request.get("messages")
+    asked = decoded(request.get("messages"))
     if asked == []:
         raise InputError(f"{where}: messages is empty; must be a list of at least one")
     known = isinstance(asked, list)
@@ -279,7 +278,7 @@ def shown_tools(lookup: Lookup, engine: Engine, where: str) -> list[dict[str, An
         raise InputError(f"{where}: tools is not a list of objects")
     functions = [_function(tool, engine, f"{where}: tools[{i}]") for i, tool in enumerate(tools)]
     # A tool whose definition is to be loaded later may say so beside its function; then both say so.
-    deferred = [tool.get("defer_loading") if isinstance(tool.get("function"), dict) else None for tool in tools]
+    deferred = [flag(tool.get("defer_loading")) if isinstance(tool.get("function"), dict) else None for tool in tools]
     for function, defer in zip(functions, deferred):
         if defer is not None and function.get("defer_loading") is None:
             function["defer_loading"] = defer
@@ -308,7 +307,7 @@ def _function(tool: dict[str, Any], engine: Engine, where: str) -> dict[str, Any
         raise LeftOut(where, "tools that are not functions")
     if not isinstance(function.get("name"), str):
         raise InputError(f"{where}: has no name")
-    return function
+    return function | {name: flag(function[name]) for name in ("strict", "defer_loading") if name in function}
 
 
 def _tool_of_vllm(function: Mapping[str, Any], deferred: Any) -> dict[str, Any]:

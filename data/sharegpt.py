@@ -1,4 +1,5 @@
-"""ShareGPT conversations: lists of objects with `from` and `value`, and the calls of tools inside of them."""
+"""ShareGPT conversations: lists of objects with `from` and `value`, and the calls of tools inside of them; what may
+stand beside these, and beside an Alpaca row's prompt."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 from ..errors import InputError
 from .conversation import ROLES, Engine, Message
 from .logs.chat import LeftOut, decoded
-from .served_request import json_type, quoted
+from .served_request import Lookup, json_type, quoted
 
 SHAREGPT_ROLES: dict[str, str] = {
     "human": "user",
@@ -30,6 +31,14 @@ _BESIDE = (
     "content",
     "name",
 )
+_ASKED_TOGETHER = ("instruction", "input", "query", "context", "history")
+"""Fields that rows of Alpaca (an instruction and its input), Dolly and LLaMA-Factory ask together."""
+
+
+def refuse_what_stands_beside(asked: Any, lookup: Lookup, where: str) -> None:
+    """Raise LeftOut for a line with another part of its prompt than what is `asked`."""
+    if any(lookup(name) not in (None, "", [], "[]", asked) for name in _ASKED_TOGETHER):
+        raise LeftOut(where, "messages in an unread form")
 
 
 def sharegpt_messages(items: Sequence[Any], engine: Engine, where: str) -> list[Message]:

@@ -213,9 +213,14 @@ def _add_message(messages: list[Any], message: Any) -> Reason | None:
     role, blocks = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
     if isinstance(role, str) and role not in ("user", "assistant", "system"):
         return "request that the engine refuses"
+    if isinstance(blocks, str):  # fields of chat completions beside it are in no schema of the endpoint's
+        if role != "system" or _shown(blocks):
+            messages.append({"role": role, "content": blocks})
+        return None
+    if isinstance(message, Mapping) and isinstance(role, str) and blocks is None:
+        return "request that the engine refuses"
     if not isinstance(blocks, list):
-        if role != "system" or not isinstance(blocks, str) or _shown(blocks):
-            messages.append(message)
+        messages.append(message)
         return None
     if role == "system":
         if any(

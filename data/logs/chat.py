@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from ...errors import InputError
 from ...storage import parse_json
-from .parsing import Rendered, literal, number
+from .parsing import Rendered, flag, literal, number
 
 Reason = Literal[
     "other log line",
@@ -28,6 +28,7 @@ Reason = Literal[
     "reasoning effort in an unread form",
     "tools without their definitions",
     "settings beside the request",
+    "another request beside it",
     "system prompt that the log may lack",
     "logged twice",
     "several requests of one id at once",
@@ -235,6 +236,31 @@ def is_system_prompt(name: str) -> bool:
     return name.lower().replace("_", "").removesuffix("s") in ("systemprompt", "systemmessage", "systeminstruction")
 
 
+def another_beside(body: Mapping[str, Any], around: Mapping[str, Any], depth: int = 3) -> bool:
+    """Whether an object holds another body of a request than this one, with other messages, system prompt or settings
+    that shape a prompt, so that nothing tells which was served."""
+    for name, found in around.items():
+        value = None if name in _TAKEN else decoded(found)
+        if not isinstance(value, Mapping):
+            continue
+        if _are_messages(decoded(value.get("messages"))) and _asked(value) != _asked(body):
+            return True
+        if depth and another_beside(body, value, depth - 1):
+            return True
+    return False
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) and "role" in one for one in value)
+
+
+def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a body shapes its prompt."""
+    shaping: dict[str, Callable[[Any], bool]] = {**_SHAPING, "messages": bool, _SYSTEM: bool, "documents": bool}
+    sent = body_of({name: decoded(value) for name, value in body.items() if name in shaping or name == _EXTRA})
+    return {name: value for name, value in sent.items() if name in shaping and shaping[name](value)}
+
+
 def _are_tools(value: Any) -> bool:
     """Whether a value is a list of definitions of tools; calls of them are none."""
     return isinstance(value, list) and bool(value) and all(map(_is_tool, value))
@@ -253,8 +279,8 @@ _SHAPING: dict[str, Callable[[Any], bool]] = {
     "reasoning_effort": lambda value: isinstance(value, str | int | float) and value not in ("", False),
     "enable_thinking": lambda value: isinstance(value, bool),
     "chat_template": lambda value: isinstance(value, str) and "{" in value,
-    "continue_final_message": lambda value: value is True,
-    "add_generation_prompt": lambda value: value is False,
+    "continue_final_message": lambda value: flag(value) is True,
+    "add_generation_prompt": lambda value: flag(value) is False,
 }
 """Fields of a request that shape its prompt, and whether a value is one of theirs."""
 _SYSTEM, _DEPTH = "system", 3

@@ -34,10 +34,6 @@ _ROLES = {
     **{"SystemMessage": "system", "ToolMessage": "tool", "FunctionMessage": "function"},
 }
 """Roles by their names in OpenAI's and LangChain's messages."""
-_PARTS = (
-    *("text", "input_text", "output_text", "refusal", "thinking", "redacted_thinking", "tool_use", "tool_result"),
-    *("image", "image_url", "input_image", "audio", "input_audio", "audio_url", "video_url", "file", "document"),
-)
 _OF_TOOLS = {"parameters", "input_schema", "description"}
 _ASSISTANT = ("assistant", "ai", "model")
 _PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inputTokens", "inputUsage")
@@ -75,7 +71,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     # 4) The messages and the answer, where they are text.
     if reason is None and (mark := _replaced(request["messages"])):
         reason = "text cut by the log" if mark == _CUT else "message part that is not text"
-    if reason is None and settings_beside(request, given, value):
+    if reason is None and settings_beside(request, given, value, parameters):
         reason = "settings beside the request"
     if reason is None:
         line |= {"request": request, "messages": with_answer(request["messages"], _answer(value.get("output")))}
@@ -184,11 +180,10 @@ def _message(given: Any) -> dict[str, Any] | None:
     if role not in _ROLES.values():
         return None
 
-    # A content that is a list of parts may be encoded once more; calls have names of their own in LangChain.
+    # Calls have names of their own in LangChain. A content of text is that text, also where it reads like parts: so
+    # look results of MCP's tools.
     extra = inner["additional_kwargs"] if isinstance(inner.get("additional_kwargs"), dict) else {}
     message = {**extra, **inner, "role": role}
-    if "content" in inner:
-        message["content"] = _content(inner["content"])
     calls = inner.get("tool_calls") or extra.get("tool_calls")
     message.pop("tool_calls", None)
     if isinstance(calls, list):
@@ -202,17 +197,6 @@ def _is_tool(message: Mapping[str, Any]) -> bool:
     if message["role"] != "tool" or message.get("tool_call_id") or not isinstance(content, dict):
         return False
     return isinstance(content.get("function"), dict) or ("name" in content and bool(content.keys() & _OF_TOOLS))
-
-
-def _content(content: Any) -> Any:
-    parts = decoded(content)
-    if (
-        isinstance(parts, list)
-        and parts
-        and all(isinstance(part, dict) and part.get("type") in _PARTS for part in parts)
-    ):
-        return parts
-    return content
 
 
 def _has_own_texts(message: Mapping[str, Any]) -> bool:

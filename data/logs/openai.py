@@ -18,6 +18,7 @@ from .chat import (
     Entry,
     Reason,
     Timing,
+    another_beside,
     as_it_stands,
     body_of,
     decoded,
@@ -38,6 +39,12 @@ from .response import (
 )
 
 _REQUESTS = ("request", "request_body", "requestBody", "body")
+_ENCODED = frozenset(
+    (
+        *(*_REQUESTS, "messages", "tools", "tool_choice", "extra_body", "chat_template_kwargs", "documents"),
+        *("thinking", "output_config", "stop", "stop_sequences", "response_format"),
+    )
+)
 _STARTED = ("started", "start_time", "startTime", "timestamp", "time")
 _ENDED = ("ended", "end_time", "endTime")
 _DURATIONS = (("duration", 1.0), ("latency", 1.0), ("duration_ms", 1e-3), ("latency_ms", 1e-3))
@@ -49,8 +56,10 @@ _LONGEST_PATH, _MOST_WORDS = 2000, 3  # of a request line: method, path, version
 
 def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Iterable[Entry]:
     """Entry of one logged object, which holds one request."""
-    # Take the object apart; a reason, or a missing body, ends it here with its times.
+    # Take the object apart, its outermost fields decoded; a reason, or a missing body, ends it here with its times.
+    value = _opened(value)
     envelope, logged = _request(value)
+    logged = None if logged is None else _opened(logged)
     wrapper, response = _response(value)
     timing = _timing(value, response)
     path = _path(next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), ""))
@@ -69,6 +78,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     around = {name: item for name, item in envelope.items() if name not in _REQUESTS}
     if reason is None and settings_beside(request, body, around):
         reason = "settings beside the request"
+    if reason is None and logged is not None and another_beside(logged, value):
+        reason = "another request beside it"
     if body is None or reason is not None:
         yield Entry(where, labels(value), reason or "answer without its request", timing)
         return
@@ -78,6 +89,17 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         messages = with_answer(messages, answer_of(response))
     own = {name: item for name, item in value.items() if name not in (*_REQUESTS, *RESPONSES)} if envelope else {}
     yield Entry(where, {**labels(own), "request": request, "messages": messages}, timing=timing, others=others)
+
+
+def _opened(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a line, a table's row or a request, without the encoding that a log adds to them; what lies inside of
+    them was encoded by the client, and stays."""
+    found = {name: decoded(item) if name in _ENCODED else item for name, item in fields.items()}
+    # A system prompt is an object only as a list of blocks.
+    blocks = decoded(found.get("system"))
+    if isinstance(blocks, list) and blocks and all(isinstance(block, dict) and "type" in block for block in blocks):
+        found["system"] = blocks
+    return found
 
 
 def _path(text: str) -> str:

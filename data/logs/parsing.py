@@ -18,6 +18,8 @@ import re
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 _NO_THINKING = "<think>\n\n</think>\n\n"
 _OPEN_THINKING = "<think>\n"
 _DATES = re.compile(r"Cutting Knowledge Date: [^\n]{1,40}\nToday Date: ([^\n]{1,40})\n\n")
@@ -195,6 +197,7 @@ def _add(found: dict[str, str], part: str) -> None:
 
 _PER_SECOND = ((1e17, 1e9), (1e14, 1e6), (1e11, 1e3))  # nanoseconds, microseconds, milliseconds since 1970
 _YEAR_10000 = 253402300800.0
+_FLAG = TypeAdapter(bool)
 _FRACTION = re.compile(r"(?<=\d)[.,](\d+)")
 
 
@@ -223,6 +226,15 @@ def number(value: Any) -> float | None:
     except (ValueError, OverflowError):
         return None
     return found if math.isfinite(found) else None
+
+
+def flag(value: Any) -> Any:
+    """Convert what pydantic takes for a flag, as engines do (0, 1, `no`, `true`, …), to a bool; return anything else as
+    it is."""
+    try:
+        return _FLAG.validate_python(value)
+    except ValidationError:
+        return value
 
 
 def _seconds_of_date(text: str) -> float | None:

@@ -296,7 +296,10 @@ def test_a_line_is_a_request_body() -> None:
         ("sharegpt", {"name": "Ann"}, "messages in an unread form"),
         ("sharegpt", {"images": ["a.png"]}, "message part that is not text"),
         ("sharegpt", {"name": None, "tool_calls": [], "weight": 1, "loss": False, "html": "x"}, None),
+        ("sharegpt", {"instruction": "Answer as a pirate."}, "messages in an unread form"),
+        ("sharegpt", {"context": "The text."}, "messages in an unread form"),
         ("prompts", {"input": "The text."}, "messages in an unread form"),
+        ("prompts", {"instruction": "Sum up in French."}, "messages in an unread form"),
         ("prompts", {"history": [["a", "b"]]}, "messages in an unread form"),
         ("prompts", {"input": "", "history": [], "query": None, "output": "x", "context": "Sum up."}, None),
     ],
@@ -304,7 +307,8 @@ def test_a_line_is_a_request_body() -> None:
 def test_what_stands_beside_a_text_is_not_lost(shape: Shape, line: dict[str, Any], reason: str | None) -> None:
     """Fields of LLaMA-Factory's and Alpaca's data sets; a column named `input` may be the prompt itself."""
     if shape == "sharegpt":
-        line = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes.", **line}]}
+        beside: dict[str, Any] = {name: line[name] for name in ("instruction", "context") if name in line}
+        line = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes.", **line}], **beside}
     else:
         line = {"prompt": "Sum up.", **line}
     if reason is None:

@@ -199,6 +199,19 @@ def test_roles_that_the_api_has_not_are_refused_there(tmp_path: Path) -> None:
     assert read.talks == [[("user", "Hi"), ("critic", "Too short.")]] and read.records[0].template_args == {}
 
 
+def test_fields_that_a_message_of_the_api_has_not_are_dropped() -> None:
+    """vLLM's `AnthropicMessage` has role and content, and needs both."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    for name, value in {"tool_calls": [call], "reasoning": "Hm", "reasoning_content": "Hm", "name": "Ann"}.items():
+        said = {"role": "assistant", "content": "x", name: value}
+        found = entry({"messages": [ASKED, said, ASKED]}, url="/v1/messages")
+        assert found.line["request"]["messages"] == [ASKED, {"role": "assistant", "content": "x"}, ASKED]
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    refused = entry({"messages": [ASKED, called, ASKED]}, url="/v1/messages")
+    assert refused.left_out == "request that the engine refuses"
+    assert entry({"messages": [ASKED, called, ASKED]}, url="/v1/chat/completions").left_out is None
+
+
 def test_a_body_without_a_path_may_be_of_either_api(tmp_path: Path) -> None:
     """vLLM 0.32's chat completions pass over `system`, `thinking` and `output_config`, and show thoughts as text."""
     said: dict[str, Any] = {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}, *text("y")]}

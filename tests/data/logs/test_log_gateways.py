@@ -378,8 +378,6 @@ CALLED = {"id": "c1", "type": "function", "function": {"name": "clock", "argumen
         [{"type": "human", "data": {"content": ASK[0]["content"]}}],
         [{"lc": 1, "type": "constructor", "id": ["langchain", "HumanMessage"], "kwargs": ASK[0]}],
         [{"role": "user", "content": [{"type": "text", "text": ASK[0]["content"]}]}],
-        [{"role": "user", "content": str([{"type": "text", "text": ASK[0]["content"]}])}],
-        [{"role": "user", "content": json.dumps([{"type": "text", "text": ASK[0]["content"]}])}],
     ],
 )
 @pytest.mark.parametrize("encode", [lambda value: value, str, json.dumps])
@@ -431,6 +429,18 @@ def test_langfuse_and_litellm_tell_what_a_clients_extra_body_sent(tmp_path: Path
     assert client.template_args == sent.template_args == {"enable_thinking": False}
     other: dict[str, Any] = {"tools": None, "template_args": {}, "prompt_end": "opened"}
     assert body.template_args == {"enable_thinking": False, OTHER_READINGS: [other]}
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+@pytest.mark.parametrize("encode", [str, json.dumps])
+def test_langfuse_texts_that_read_like_parts_are_texts(tmp_path: Path, role: str, encode: Any) -> None:
+    """A result of MCP's tools is the JSON text of its parts."""
+    said = encode([{"type": "text", "text": "22 degrees"}])
+    given = [*ASK, {"role": role, "content": said, "tool_call_id": "c"}, *ASK]
+    inputs: list[Any] = [given, {"messages": given}, json.dumps(given), {"messages": json.dumps(given)}, str(given)]
+    lines = [json.dumps({"type": "GENERATION", "input": one}) for one in inputs]
+    read = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse")
+    assert [talk[1] for talk in read.talks] == [(role, said)] * len(lines)
 
 
 CHAT = {"choices": [{"message": {"role": "assistant", "content": "Hello."}}]}
@@ -496,6 +506,11 @@ def test_langfuse_calls_in_langchains_form(tmp_path: Path) -> None:
         ({"input": ""}, "no text logged"),
         ({"input": {"messages": ASK, "options": {"tools": [FUNCTION]}}}, "settings beside the request"),
         ({"input": ASK, "metadata": {"tools": [FUNCTION]}}, "settings beside the request"),
+        *(
+            ({"input": ASK, "modelParameters": {name: "Pirate"}}, "settings beside the request")
+            for name in ("system_prompt", "system_instruction", "instructions")
+        ),
+        ({"input": [{"role": "system", "content": "Pirate"}, *ASK], "modelParameters": {"instructions": "x"}}, None),
         ({"input": "<truncated due to size exceeding limit>"}, "text cut by the log"),
         (
             {"input": [*ASK, {"role": "tool", "content": "<truncated due to size exceeding limit>"}]},

@@ -227,6 +227,98 @@ def test_settings_that_stand_beside_the_request_leave_it_out(line: dict[str, Any
     assert next(iter(entries(line, "log:1"))).left_out == ("settings beside the request" if told else None)
 
 
+MEANT = {"role": "system", "content": "Be brief."}
+BODY: dict[str, Any] = {"messages": [USER]}
+FULLER: dict[str, Any] = {"messages": [MEANT, USER]}
+
+
+@pytest.mark.parametrize(
+    "line, differs",
+    [
+        ({"path": "/v1/chat/completions", "request": BODY, "request_body": FULLER}, True),
+        ({"path": "/v1/chat/completions", "request": BODY, "body": json.dumps(FULLER)}, True),
+        ({"request": BODY, "upstream_request": FULLER}, True),
+        ({"request": BODY, "trace": {"sent": {"body": FULLER}}}, True),
+        ({**BODY, "request": FULLER}, True),
+        ({"request": {**BODY, **OFF}, "upstream_request": BODY}, True),
+        ({"request": {"body": BODY, "headers": {}}, "upstream_request": {"body": FULLER}}, True),
+        # The same request twice, with what shapes no prompt.
+        ({"request": BODY, "request_body": json.dumps({**BODY, "model": "m"}), "metadata": {"messages": 3}}, False),
+        ({"request": {**BODY, "extra_body": OFF}, "upstream_request": {**BODY, **OFF}}, False),
+        ({"request": {"messages": json.dumps([USER])}, "upstream_request": {**BODY, "tools": []}}, False),
+        ({"request": BODY, "response": {"choices": [], "request": FULLER}}, False),
+    ],
+)
+def test_another_request_in_the_same_line_leaves_it_out(line: dict[str, Any], differs: bool) -> None:
+    (entry,) = entries(line, "log:1")
+    assert entry.left_out == ("another request beside it" if differs else None)
+
+
+CUT_OFF = {"role": "assistant", "content": "Once"}
+HELLO = {"choices": [{"message": {"content": "Hello"}}]}
+
+
+@pytest.mark.parametrize("place", [lambda body: {"request": body}, lambda body: body])
+@pytest.mark.parametrize("encode", [lambda value: value, json.dumps, str])
+def test_fields_in_text_are_read_as_their_values(tmp_path: Path, place: Any, encode: Any) -> None:
+    """A table, or a proxy that stores each field, holds lists and objects as text."""
+    line = place({"messages": encode([USER, CUT_OFF]), "extra_body": encode(OFF)}) | {"response": HELLO}
+    (record,) = read_log(write_lines(tmp_path / "log.jsonl", json.dumps(line)), "openai").records
+    assert [message.text for message in record.messages] == ["Hi", "Once"]
+    assert record.prompt_end == "after_answer" and record.template_args is not None
+    assert record.template_args["enable_thinking"] is False
+
+    system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    fields = {"messages": [USER], "system": system, "output_config": {"effort": "high"}, "tools": [FLAT]}
+    line = place({name: encode(value) for name, value in fields.items()}) | {"url": "/v1/messages"}
+    (record,) = read_log(write_lines(tmp_path / "log.jsonl", json.dumps(line)), "openai").records
+    assert [message.text for message in record.messages] == ["Be brief.", "Hi"]
+    assert record.template_args == {"enable_thinking": True, "reasoning_effort": "high"} and record.tools
+
+    line = place({"messages": encode([USER]), "thinking": encode({"type": "disabled"})}) | {"url": "/v1/messages"}
+    (entry,) = entries(line, "log:1")
+    assert entry.line["request"]["reasoning_effort"] == "none"
+
+
+def test_texts_inside_of_a_request_stay_texts(tmp_path: Path) -> None:
+    """What a client wrote as JSON is what it asked, also as a system prompt."""
+    said = [MEANT | {"content": "[1, 2]"}, USER | {"content": json.dumps([{"type": "text", "text": "Hi"}])}]
+    bodies = [{"messages": said}, {"messages": json.dumps(said)}, {"system": "[1, 2]", "messages": said[1:]}]
+    lines = [json.dumps({"request": body, "response": ANTHROPIC}) for body in bodies]
+    read = read_log(write_lines(tmp_path / "log.jsonl", *lines), "openai")
+    told = [("system", "[1, 2]"), ("user", said[1]["content"])]
+    assert [talk[:2] for talk in read.talks] == [told] * 3
+
+
+FLAGS = [(False, [False, 0, 0.0, "0", "no", "False", "off", "n"]), (True, [True, 1, "1", "yes", "TRUE", "on", "t"])]
+
+
+@pytest.mark.parametrize("meant, value", [(meant, value) for meant, values in FLAGS for value in values])
+def test_flags_are_read_as_engines_read_them(tmp_path: Path, meant: bool, value: Any) -> None:
+    def read(**fields: Any) -> Any:
+        lines = [{"request": {"messages": [USER, CUT_OFF], **fields}}, {"messages": [USER]}]
+        return read_log(write_lines(tmp_path / "log.jsonl", *map(json.dumps, lines)), "openai")
+
+    def end(**fields: Any) -> str:
+        return str(read(**fields).records[0].prompt_end)
+
+    assert end(add_generation_prompt=value) == ("after_answer" if meant else "bare")
+    assert end(continue_final_message=value) == ("prefill" if meant else "after_answer")
+    strict = {"type": "function", "function": {"name": "look", "parameters": {}, "strict": value}}
+    assert read(tools=[strict]).records[0].tools[0]["function"]["strict"] is meant
+    left_out = {"special tokens added to the prompt": 1} if meant else {}
+    assert read(add_special_tokens=value).counts.left_out == left_out
+    beside = {"request": {"messages": [USER]}, "continue_final_message": value}
+    assert (next(iter(entries(beside, "log:1"))).left_out is not None) is meant
+
+
+@pytest.mark.parametrize("value", ["maybe", 2, [], "", {"a": 1}])
+def test_flags_that_are_none_are_refused(tmp_path: Path, value: Any) -> None:
+    line = json.dumps({"request": {"messages": [USER], "add_generation_prompt": value}})
+    read = read_log(write_lines(tmp_path / "log.jsonl", line, json.dumps({"messages": [USER]})), "openai")
+    assert read.counts.left_out == {"request that the engine refuses": 1} and read.counts.taken == 1
+
+
 @pytest.mark.parametrize(
     "line",
     [
