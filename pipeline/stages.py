@@ -101,6 +101,8 @@ class Stages:
             inputs.append("calls that may lack their system prompt")
         if any(source.kind == "sglang" for source in settings.sources):
             inputs.append("prompts that were served")
+        if any(source.kind in ("openai", "litellm", "langfuse", "sharegpt") for source in settings.sources):
+            inputs.append("texts, bodies and times as they were sent")
         # Prompts that the target writes change with it.
         if self.asks_target:
             inputs.append(self.space.target_fingerprint)

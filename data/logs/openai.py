@@ -9,7 +9,7 @@ response also as the chunks of a stream, in a list or as they went over the wire
 are turned into chat completions.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from . import anthropic
@@ -46,6 +46,7 @@ _ENCODED = frozenset(
     )
 )
 _STARTED = ("started", "start_time", "startTime", "timestamp", "time")
+_DATED = ("created_at", "createdAt", "@timestamp", "ts")  # perhaps when the line was written
 _ENDED = ("ended", "end_time", "endTime")
 _DURATIONS = (("duration", 1.0), ("latency", 1.0), ("duration_ms", 1e-3), ("latency_ms", 1e-3))
 _MESSAGES = "/v1/messages"
@@ -61,7 +62,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     envelope, logged = _request(value)
     logged = None if logged is None else _opened(logged)
     wrapper, response = _response(value)
-    timing = _timing(value, response)
+    timing = _timing((value, envelope), response)
     path = _path(next((envelope[name] for name in _PATHS if isinstance(envelope.get(name), str)), ""))
     # The path of the Messages API tells how a body is served, whatever the field is called.
     path = path or _messages_path(envelope or value)
@@ -173,14 +174,19 @@ def _reason(
     return None
 
 
-def _timing(value: Mapping[str, Any], response: Any) -> Timing:
-    # Times under the first name that holds one, and the duration in seconds.
-    started = next((seconds(value[name]) for name in _STARTED if seconds(value.get(name)) is not None), None)
-    ended = next((seconds(value[name]) for name in _ENDED if seconds(value.get(name)) is not None), None)
-    took = next((amount * scale for name, scale in _DURATIONS if (amount := number(value.get(name))) is not None), None)
-    # Without any time, the response's own; a duration gives the missing end or start.
-    if started is None and ended is None and isinstance(response, dict):
-        started = seconds(response.get("created"))
+def _time(names: Iterable[str], holders: Sequence[Mapping[str, Any]]) -> float | None:
+    return next((time for one in holders for name in names if (time := seconds(one.get(name))) is not None), None)
+
+
+def _timing(holders: Sequence[Mapping[str, Any]], response: Any) -> Timing:
+    # Times under the first name that holds one, of the line before its envelope, and the duration in seconds.
+    started, ended = _time(_STARTED, holders), _time(_ENDED, holders)
+    lasted = ((number(holders[0].get(name)), scale) for name, scale in _DURATIONS)
+    took = next((amount * scale for amount, scale in lasted if amount is not None), None)
+    # Without any time, that of the line, or the response's own; a duration gives the missing end or start.
+    if started is None and ended is None:
+        chunks = response if isinstance(response, list) else [response]
+        started = _time(_DATED, holders) or _time(("created",), [one for one in chunks if isinstance(one, dict)])
     if took is not None and started is not None and ended is None:
         ended = started + took
     elif took is not None and ended is not None and started is None:
