@@ -282,6 +282,22 @@ def inside(root: Path, name: str) -> Path:
     return path
 
 
+def lies_inside(folder: Path, path: Path) -> bool:
+    """Whether a path that begins with `folder` is a file or folder that lies there, with all links followed.
+
+    What the hub's cache shows in a snapshot's folder are links to its own `blobs`, which are inside.
+    """
+    try:
+        root, real = folder.resolve(), path.resolve()
+        if not (real.is_file() or real.is_dir()):
+            return False
+    except (OSError, RuntimeError, ValueError):  # a ring of links, a name that no file can have
+        return False
+    snapshots = next((one for one in (root, *root.parents) if one.parent.name == "snapshots"), None)
+    blobs = None if snapshots is None else snapshots.parent.parent / "blobs"
+    return real.is_relative_to(root) or (blobs is not None and real.parent == blobs and real.is_file())
+
+
 def check_hub_name(name: str, revision: str | None, field: str) -> None:
     """Raise MissingFileError for what is no id of a hub repository, InputError for what is no revision of one.
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .. import fingerprint
 from ..errors import CorruptDataError, FormatError, MissingFileError
-from ..storage import read_object, write_json
+from ..storage import lies_inside, read_object, write_json
 from .accept_rules import RuleName
 from .proposers.tree_settings import MOST_LEVELS, MergedTree, Tree, tree_identity
 
@@ -94,15 +94,20 @@ def write_plan(folder: Path, plan: ServingPlan, record: dict[str, Any] | None = 
 def stored_plan(folder: Path) -> ServingPlan | None:
     """Plan as it stands in a draft's folder: a merged tree names its drafts from there. None: no plan is there.
 
-    Raises FormatError.
+    Raises FormatError, also where it names drafts elsewhere: a stranger's plan would have this disk's files copied.
     """
     path = folder / PLAN_FILE
     try:
         raw = read_object(path)
     except MissingFileError:
         return None
+    # First of all, as a tree without digests reads the drafts that it names.
+    value = raw.get(_PLAN)
+    tree = value.get("tree") if isinstance(value, dict) else None
+    if isinstance(tree, dict) and "drafts" in tree:
+        _check_parts(folder, tree)
     try:
-        return ServingPlan.model_validate(raw.get(_PLAN))
+        return ServingPlan.model_validate(value)
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, (_PLAN, *problem["loc"])))
@@ -170,6 +175,18 @@ def _read(path: Path) -> dict[str, Any]:
         return read_object(path)
     except (MissingFileError, CorruptDataError):
         return {}
+
+
+def _check_parts(folder: Path, tree: Mapping[str, Any]) -> None:
+    """Raise FormatError unless each draft of a stored merged tree lies in the plan's folder, and has its digest."""
+    field, drafts, digests = f"{folder / PLAN_FILE}: {_PLAN}.tree", tree["drafts"], tree.get("digests")
+    if not isinstance(drafts, list) or not isinstance(digests, list) or len(drafts) != len(digests):
+        raise FormatError(f"{field}: drafts and digests must be two lists of one length")
+    for number, name in enumerate(drafts):
+        part = folder / name if isinstance(name, str) and not Path(name).is_absolute() else None
+        if part is None or not (lies_inside(folder, part) and all(lies_inside(folder, one) for one in part.rglob("*"))):
+            rule = "must be a file or folder inside the draft's folder, named from there, without links that leave it"
+            raise FormatError(f"{field}.drafts.{number}: {name!r}: {rule}")
 
 
 def _copy_part(source: Path, to: Path) -> None:

@@ -1,6 +1,7 @@
 """Plans: written, read where they are carried to, and what is assumed for a draft without one."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -111,3 +112,49 @@ def test_a_plan_that_is_none_is_named(tmp_path: Path, value: Any, words: str) ->
         find_plan(tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / PLAN_FILE}: ") and words in str(caught.value)
     assert not holds_plan(tmp_path, ServingPlan.chain(1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["{out}", "{out}/key", "../out", "/dev/zero", "pipe", "linked", "part", "parts/0", "missing", "a\0b", "ring", 5],
+)
+@pytest.mark.parametrize("digests", [["0"], []])
+def test_a_stored_plan_names_no_draft_outside_its_folder(tmp_path: Path, name: Any, digests: list[str]) -> None:
+    """A stranger's plan: nothing beside it is read or copied, whatever its merged tree names."""
+    out, folder = tmp_path / "out", tmp_path / "draft"
+    (out / "inner").mkdir(parents=True)
+    (out / "key").write_text("private")
+    (folder / "part").mkdir(parents=True)
+    (folder / "parts" / "0" / "inner").mkdir(parents=True)
+    (folder / "linked").symlink_to(out)
+    (folder / "part" / "model.safetensors").symlink_to(out / "key")
+    (folder / "parts" / "0" / "inner" / "key").symlink_to("../../../../out/key")
+    (folder / "ring").symlink_to("ring")
+    os.mkfifo(folder / "pipe")
+    drafts = [name.format(out=out) if isinstance(name, str) else name]
+    tree = {"kind": "merged", "drafts": drafts, "levels": 2, "digests": digests}
+    plan = {"draft_tokens": 2, "chain_tokens": 2, "tree_name": "m", "tree": tree}
+    (folder / PLAN_FILE).write_text(json.dumps({"plan": plan}))
+    with pytest.raises(FormatError, match=r"serve\.json: plan\.tree.* must be ") as caught:
+        find_plan(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_part_may_be_a_link_to_a_blob_of_the_hubs_cache(tmp_path: Path) -> None:
+    """A snapshot of the hub's cache holds links to `blobs` beside `snapshots`; a link in `blobs` leads out again."""
+    repository = tmp_path / "models--me--draft"
+    folder, blobs = repository / "snapshots" / "0f", repository / "blobs"
+    (folder / "parts" / "0").mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "1a").write_text("w")
+    (folder / "parts" / "0" / "w.safetensors").symlink_to("../../../../blobs/1a")
+    tree = {"kind": "merged", "drafts": ["parts/0"], "levels": 2, "digests": ["0"]}
+    plan = {"draft_tokens": 2, "chain_tokens": 2, "tree_name": "m", "tree": tree}
+    (folder / PLAN_FILE).write_text(json.dumps({"plan": plan}))
+    assert read_plan(folder) is not None
+
+    (tmp_path / "key").write_text("private")
+    (blobs / "2b").symlink_to(tmp_path / "key")
+    (folder / "parts" / "0" / "key").symlink_to("../../../../blobs/2b")
+    with pytest.raises(FormatError, match="must be a file or folder inside"):
+        read_plan(folder)
