@@ -243,7 +243,9 @@ def another_beside(body: Mapping[str, Any], around: Mapping[str, Any], depth: in
         value = None if name in _TAKEN else decoded(found)
         if not isinstance(value, Mapping):
             continue
-        if _are_messages(decoded(value.get("messages"))) and _asked(value) != _asked(body):
+        # The very list is that of the body itself.
+        messages = decoded(value.get("messages"))
+        if messages is not body.get("messages") and _are_messages(messages) and _asked(value) != _asked(body):
             return True
         if depth and another_beside(body, value, depth - 1):
             return True

@@ -257,7 +257,7 @@ FULLER: dict[str, Any] = {"messages": [MEANT, USER]}
     ],
 )
 def test_another_request_in_the_same_line_leaves_it_out(line: dict[str, Any], differs: bool) -> None:
-    (entry,) = entries(line, "log:1")
+    (entry,) = entries(json.loads(json.dumps(line)), "log:1")
     assert entry.left_out == ("another request beside it" if differs else None)
 
 
