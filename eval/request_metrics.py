@@ -11,6 +11,7 @@ answers (`n`), of one that failed or was cut off, and of a stream without usage.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from ..data.logs.chat import RESPONSES
@@ -19,6 +20,10 @@ from ..errors import InputError
 from ..storage import parse_json
 from .engine_metrics import MOST_COUNT, Counters, parse
 
+_MOST_LINES, _MOST_BRACKETS, _MOST_POSITIONS = 1_000_000, 4_000_000, 10_000
+"""Lines, and lists and objects, of responses that are read; entries of a histogram that is."""
+_MOST_DOMAINS, OTHER_DOMAINS = 1_000, "(other domains)"
+"""Domains that are told apart, and what all further ones are counted as."""
 DomainOf = Callable[[Mapping[str, Any]], str]
 """Domain of a logged request, by what stands in its line; empty: none is known."""
 
@@ -32,7 +37,8 @@ def counters_of(text: str, source: str, domain_of: DomainOf = lambda line: "") -
 
 def parse_responses(text: str, source: str, domain_of: DomainOf = lambda line: "") -> Counters:
     """Sum of the responses' counts: the text is one response, a list of them, or one a line, each by itself or in the
-    line of a log beside its request. Raises InputError naming `source`."""
+    line of a log beside its request. Domains after the first 1,000 are counted as OTHER_DOMAINS. Raises InputError
+    naming `source`."""
     whole: Counters | None = None
     uncounted = number = 0
     domains: dict[str, Counters] = {}
@@ -42,6 +48,8 @@ def parse_responses(text: str, source: str, domain_of: DomainOf = lambda line: "
             uncounted += 1
             continue
         name = domain_of(line)
+        if name not in domains and len(domains) >= _MOST_DOMAINS:
+            name = OTHER_DOMAINS
         domains[name] = domains[name].plus(counted) if name in domains else counted
         whole = counted if whole is None else whole.plus(counted)
     if whole is None:
@@ -53,6 +61,13 @@ def parse_responses(text: str, source: str, domain_of: DomainOf = lambda line: "
 
 
 def _lines(text: str, source: str) -> Iterator[Any]:
+    # No honest log has so many; what they are parsed into takes far more memory than the text.
+    for what, count, most in (
+        ("lines", text.count("\n"), _MOST_LINES),
+        ("lists and objects", text.count("[") + text.count("{"), _MOST_BRACKETS),
+    ):
+        if count > most:
+            raise InputError(f"{source}: {count:,} {what}; must be {most:,} at most: give a part of the log")
     # Whole JSON first; where that fails, JSON lines.
     try:
         whole = parse_json(text)
@@ -88,10 +103,12 @@ def _counts(line: Any, where: str) -> Counters | None:
     return None
 
 
-def _vllm(found: Any, where: str) -> Counters:
-    """Counts of a request, as the engine's own counters add them up."""
+def _vllm(found: Any, where: str) -> Counters | None:
+    """Counts of a request, as the engine's own counters add them up; None: of more positions than any engine drafts."""
     # The histogram has the number of rounds that accepted exactly 0, 1, … tokens.
     histogram = found.get("acceptance_histogram") if isinstance(found, dict) else None
+    if isinstance(histogram, list) and len(histogram) > _MOST_POSITIONS:
+        return None
     drafted: Any = found.get("num_draft_tokens") if isinstance(found, dict) else None
     if not isinstance(histogram, list) or not all(map(_is_count, [*histogram, drafted])):
         raise InputError(f"{where}: metrics.speculative_decoding: acceptance_histogram, num_draft_tokens: counts?")
@@ -102,7 +119,7 @@ def _vllm(found: Any, where: str) -> Counters:
             f"{where}: metrics.speculative_decoding: num_spec_steps, num_accepted_draft_tokens {f'{told}'[:60]} of "
             f"{drafted} drafted: must agree with acceptance_histogram, {sum(histogram)} and {accepted}"
         )
-    at_least = [float(sum(histogram[j:])) for j in range(1, len(histogram))]
+    at_least = [float(count) for count in accumulate(reversed(histogram[1:]))][::-1]
     return Counters(
         "vllm", "unclipped", float(sum(histogram)), float(accepted), float(drafted), tuple(at_least), requests=1.0
     )

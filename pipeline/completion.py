@@ -8,6 +8,7 @@ has no place for an error.
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
@@ -23,6 +24,8 @@ ALIASES = ("champion", "candidate", "previous")
 METHODS = ("lookup", "suffix", "lookahead", "jacobi")
 """Ways of drafting without a draft; a test compares all three with what the verbs take."""
 _MOST_FILES, _LONGEST_HELP = 200, 72  # Typer breaks longer ones into lines, which shells take for further values
+_PLAIN, _MARKS = re.compile(r"(?:~/)?[\w./@:=+,-]+"), re.compile(r"[\x00-\x1f\x7f\\$`\"']")
+"""Values that no shell takes for more than a word, and marks that help may not have: zsh evaluates both."""
 Items = list[tuple[str, str]]
 """Offered values, each with its help."""
 Complete = Callable[[Context, str], Items]
@@ -40,12 +43,13 @@ class Key(NamedTuple):
 
 
 def _safe(complete: Complete) -> Complete:
-    """A completion that offers nothing where it fails."""
+    """A completion that offers nothing where it fails, and nothing that a shell may take for a command."""
 
     @wraps(complete)
     def offered(ctx: Context, incomplete: str) -> Items:
         try:
-            return complete(ctx, incomplete)
+            items = complete(ctx, incomplete)
+            return [(value, _MARKS.sub("", text)) for value, text in items if _PLAIN.fullmatch(value)]
         except Exception:
             return []
 

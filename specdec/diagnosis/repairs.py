@@ -22,7 +22,7 @@ from ..formats import detect, read_draft
 from ..formats.tensors import WEIGHTS_FILE, read_tensors
 from ..models import CausalModel
 
-_MOST_REPAIRS, _MOST_READ = 3, 24
+_MOST_REPAIRS, _MOST_READ, _WIDEST = 3, 24, 1 << 20
 _PREFIXES = ("module.", "model.", "draft_model.", "eagle_module.", "base_model.model.")
 _LIST, _NESTED, _BLOCK = "eagle_aux_hidden_state_layer_ids", "eagle_config", "dflash_config"
 _KINDS = {
@@ -74,14 +74,19 @@ def read_files(place: Path) -> Files | None:
     return Files(read_object(place / "config.json"), dict(read_tensors(place).tensors))
 
 
-def repaired(place: Path, refusal: str, target: CausalModel) -> Iterator[Repaired]:
-    """Drafts as they may have been meant, of a folder that the readers refuse: with one repair, then with more."""
+def repaired(
+    place: Path, refusal: str, target: CausalModel, note: Callable[[str], None] = lambda failure: None
+) -> Iterator[Repaired]:
+    """Drafts as they may have been meant, of a folder that the readers refuse: with one repair, then with more.
+
+    `note` is told of each repair that fails at what the files hold.
+    """
     files = read_files(place)
     waiting, tried, read = ([] if files is None else [(files, refusal)]), set[str](), 0
     while waiting and read < _MOST_READ:
         now, why = waiting.pop(0)
         for repair in REPAIRS:
-            for other in repair(now, why, target):
+            for other in _attempts(repair, now, why, target, note):
                 key = repr((sorted(other.config.items(), key=str), sorted(map(id, other.tensors.values()))))
                 if key in tried:
                     continue
@@ -93,8 +98,25 @@ def repaired(place: Path, refusal: str, target: CausalModel) -> Iterator[Repaire
                     if str(error).split(": ", 1)[-1] != why.split(": ", 1)[-1] and len(other.done) < _MOST_REPAIRS:
                         waiting.append((other, str(error)))
                     continue
+                except Exception as error:  # whatever a stranger's config and tensors make of a reader
+                    note(f"repair fails: {other.done[-1]}: {_reason(error)}")
+                    continue
                 read += 1
                 yield Repaired(draft, other.done)
+
+
+def _attempts(
+    repair: Repair, files: Files, why: str, target: CausalModel, note: Callable[[str], None]
+) -> Iterator[Files]:
+    """What a repair offers; one that fails at a stranger's files is none."""
+    try:
+        yield from repair(files, why, target)
+    except Exception as error:
+        note(f"repair fails: {repair.__name__.strip('_').replace('_', ' ')}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__} {error}".partition("\n")[0][:200]
 
 
 def _read(place: Path, files: Files, target: CausalModel) -> DraftModule:
@@ -180,6 +202,7 @@ def _vocabulary_map(files: Files, why: str, target: CausalModel) -> Iterator[Fil
     d2t, t2d = files.tensors.get("d2t"), files.tensors.get("t2d")
     if "d2t" not in why and "t2d" not in why:
         return
+    d2t, t2d = (one if one is not None and _is_map(one, target) else None for one in (d2t, t2d))
     rest = {name: tensor for name, tensor in files.tensors.items() if name != "t2d"}
     if d2t is not None:
         d2t = d2t.long()
@@ -193,6 +216,19 @@ def _vocabulary_map(files: Files, why: str, target: CausalModel) -> Iterator[Fil
         yield files.but("d2t follows from t2d", rest | {"d2t": ids - torch.arange(len(ids))})
         if d2t is not None:
             yield files.but("t2d is not of this d2t, and is dropped", rest | {"d2t": d2t})
+
+
+def _is_map(tensor: Tensor, target: CausalModel) -> bool:
+    """Whether a tensor may be a vocabulary map: any other shape would be broadcast to its square."""
+    whole = not tensor.is_floating_point() and not tensor.is_complex()
+    return whole and tensor.dim() == 1 and 0 < len(tensor) <= target.embedding_rows
+
+
+def _size(value: Any) -> int:
+    """Size that a config names. Raises ValueError for what is none."""
+    if type(value) is not int or not 0 < value <= _WIDEST:
+        raise ValueError(f"{f'{value!r}'[:40]} is no size up to {_WIDEST:,}")
+    return value
 
 
 def _rope(files: Files, why: str, target: CausalModel) -> Iterator[Files]:
@@ -240,6 +276,8 @@ def _missing_tensor(files: Files, why: str, target: CausalModel) -> Iterator[Fil
     size, like = config.get("hidden_size") or target.hidden_size, next(iter(files.tensors.values()))
     if name.startswith(("lm_head", "lm_heads")):
         d2t = files.tensors.get("d2t")
+        if d2t is not None and not _is_map(d2t, target):
+            return
         rows = (
             head if d2t is None else head[(d2t.long() + torch.arange(len(d2t))).clamp(0, len(head) - 1).to(head.device)]
         )
@@ -249,7 +287,7 @@ def _missing_tensor(files: Files, why: str, target: CausalModel) -> Iterator[Fil
     elif name == "d2t":
         yield files.but(
             "d2t is missing: the first ids",
-            files.tensors | {"d2t": torch.zeros(config.get("draft_vocab_size", 0), dtype=torch.long)},
+            files.tensors | {"d2t": torch.zeros(_size(config.get("draft_vocab_size")), dtype=torch.long)},
         )
     elif "norm" in name:
         width = size
@@ -258,7 +296,7 @@ def _missing_tensor(files: Files, why: str, target: CausalModel) -> Iterator[Fil
         elif name.startswith(("input_norm", "fc_norm")):
             fc = files.tensors.get("fc.weight")
             width = 0 if fc is None else fc.shape[1] if name.startswith("input_norm") else target.hidden_size
-        ones = torch.ones(width, dtype=_weight_dtype(files))
+        ones = torch.ones(_size(width), dtype=_weight_dtype(files))
         yield files.but(f"{name} is missing: ones", files.tensors | {name: ones})
     elif name.endswith(".bias"):
         weight = files.tensors.get(name.replace(".bias", ".weight"))
@@ -356,14 +394,18 @@ def _dtypes(files: Files, why: str, target: CausalModel) -> Iterator[Files]:
             (
                 one
                 for one in (f"{name}_scale", f"{name}.scale", name.replace(".weight", ".scales"), f"{name}_scale_inv")
-                if one in files.tensors
+                if one != name and one in files.tensors
             ),
             None,
         )
         value = tensor.to(torch.float32)
         if scale_name is not None:
             scale = files.tensors[scale_name].float()
-            value = value * (scale if scale.dim() in (0, tensor.dim()) else scale[:, None])
+            scale = scale if scale.dim() in (0, tensor.dim()) else scale[:, None]
+            # A scale of more rows or columns than its weights would blow them up.
+            if torch.broadcast_shapes(scale.shape, value.shape) != value.shape:
+                raise ValueError(f"{scale_name} has shape {tuple(scale.shape)}, {name} has {tuple(value.shape)}")
+            value = value * scale
             scaled += 1
             scales.add(scale_name)
         weights[name] = value.to(plain)
@@ -402,7 +444,8 @@ def _by_tensors(files: Files, why: str, target: CausalModel) -> Iterator[Files]:
     config, names = files.config, set(files.tensors)
     if "medusa" in str(config.get("model_type", "")):
         bias = any(name.startswith("blocks.") and name.endswith(".bias") for name in names)
-        heads = 1 + max((int(name.split(".")[1]) for name in names if name.startswith("lm_heads.")), default=-1)
+        numbers = [int(found[1]) for name in names if (found := re.match(r"lm_heads\.(\d{1,6})\.", name))]
+        heads = 1 + max(numbers, default=-1)
         for field, value in {"medusa_fc_bias": bias, "num_heads": heads}.items():
             if value != config.get(field):
                 yield files.but(f"{field} {str(value).lower()}", fields={field: value})

@@ -9,7 +9,7 @@ from draftforge.data.domain_rules import served_domain
 from draftforge.data.settings import MixSettings
 from draftforge.errors import InputError
 from draftforge.eval.engine_metrics import Counters
-from draftforge.eval.request_metrics import counters_of, parse_responses
+from draftforge.eval.request_metrics import OTHER_DOMAINS, counters_of, parse_responses
 
 SUMMARY = {
     "mean_acceptance_length": 1.2325581395348837,
@@ -146,3 +146,33 @@ def test_counts_by_domain_add_up_over_replicas_and_looks() -> None:
 def test_what_cannot_be_read_is_named(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         counters_of(text, "here")
+
+
+def test_a_histogram_of_any_length_takes_no_time() -> None:
+    """Beyond what any engine drafts it is unread and counted; below, each position is the sum of those after it."""
+    telling = {"num_spec_steps": 3, "num_accepted_draft_tokens": 3 * 9_998, "num_draft_tokens": 10**6}
+    answers = [
+        {"metrics": {"speculative_decoding": telling | {"acceptance_histogram": [0] * size + [3]}}}
+        for size in (9_998, 100_000)
+    ]
+    found = parse_responses("\n".join(map(json.dumps, answers)), "v")
+    assert found.accepted_at == (3.0,) * 9_998 and found.requests == 1 and found.uncounted == 1
+    for histogram in ([5, 2, 0, 1], [4], []):
+        told = {
+            "acceptance_histogram": histogram,
+            "num_spec_steps": sum(histogram),
+            "num_accepted_draft_tokens": sum(j * count for j, count in enumerate(histogram)),
+            "num_draft_tokens": 99,
+        }
+        found = parse_responses(json.dumps({"metrics": {"speculative_decoding": told}}), "v")
+        assert found.accepted_at == tuple(sum(histogram[j:]) for j in range(1, len(histogram)))
+
+
+def test_domains_lines_and_lists_are_bounded() -> None:
+    lines = "\n".join(json.dumps(ANSWER | {"domain": f"d{n}"}) for n in range(1_003))
+    found = parse_responses(lines, "v", lambda line: str(line["domain"]))
+    assert len(found.domains) == 1_001 and found.domains[OTHER_DOMAINS].requests == 3 and found.requests == 1_003
+    with pytest.raises(InputError, match=r"v: 1,000,001 lines; must be 1,000,000 at most"):
+        parse_responses("{" + "\n" * 1_000_001, "v")
+    with pytest.raises(InputError, match=r"v: 4,000,001 lists and objects; must be"):
+        parse_responses("[" * 4_000_001, "v")

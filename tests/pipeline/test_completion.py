@@ -124,6 +124,19 @@ def test_names_are_those_of_recipe_mix_and_registry(ask: Callable[..., list[str]
     ]
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_nothing_that_a_shell_may_run_is_offered(ask: Callable[..., list[str]], tmp_path: Path, shell: str) -> None:
+    """zsh evaluates what it is offered, and a backslash undoes the escape of a dollar sign."""
+    for command in (r"\$(touch PWNED)", "`touch PWNED`", "a;b", "a b", "a\nb"):
+        (tmp_path / "recipes" / f"{command.replace('/', '')}.yaml").write_text("{}")
+        recipe = RECIPE | {"drafts": {command: {"family": "eagle3"}, "head": {"family": command}}}
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+        for words in (["recipes/"], ["r.yaml", "drafts."], ["r.yaml", "--draft", ""]):
+            offered = "\n".join(ask(shell, "train", *words))
+            assert not {"$", "`", "\\"} & set(offered.replace("\\\\:", ":")), offered
+            assert not offered or "other.yml" in offered or "head" in offered
+
+
 def test_a_broken_recipe_offers_no_names(ask: Callable[..., list[str]], tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("drafts: [")
     assert ask("bash", "train", "r.yaml", "--draft", "") == []
