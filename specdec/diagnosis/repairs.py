@@ -403,7 +403,8 @@ def _dtypes(files: Files, why: str, target: CausalModel) -> Iterator[Files]:
             scale = files.tensors[scale_name].float()
             scale = scale if scale.dim() in (0, tensor.dim()) else scale[:, None]
             # A scale of more rows or columns than its weights would blow them up.
-            if torch.broadcast_shapes(scale.shape, value.shape) != value.shape:
+            pairs = zip(reversed(scale.shape), reversed(value.shape))
+            if scale.dim() > value.dim() or any(size not in (1, rows) for size, rows in pairs):
                 raise ValueError(f"{scale_name} has shape {tuple(scale.shape)}, {name} has {tuple(value.shape)}")
             value = value * scale
             scaled += 1
