@@ -247,6 +247,11 @@ class AcceptanceMismatch:
     """Served minus expected, with a two-sided interval."""
     mismatch: bool | None
     """Whether the whole interval lies beyond the margin; None: not known."""
+    as_expected: bool
+    """Whether the whole interval lies within the margin."""
+    more_rounds: float
+    """Further served rounds after which the interval, at this difference, would lie on one side of the margin;
+    infinite: no number would do, as the holdout's own interval is too wide for that."""
     unknown: str
     """Reason why the test gives no verdict; empty where it gives one."""
 
@@ -286,8 +291,13 @@ def compare(served: Counters, expected: ExpectedAcceptance, margin: float) -> Ac
     # A verdict needs the whole interval beyond the margin, on either side.
     unknown, allowed = _why_unknown(served, expected, tau_expected), margin * tau_expected.value
     mismatch = None if unknown else difference.low > allowed or difference.high < -allowed
+    within = not unknown and -allowed <= difference.low and difference.high <= allowed
+    # The largest error that would tell, and the rounds whose error is what the holdout's leaves of it.
+    largest = abs(allowed - abs(difference.value)) / reach
+    left = largest**2 - tau_expected.error**2
+    more = max(variance * expected.design_effect / left - rounds, 0.0) if left > 0 else math.inf
     here = _within(served.tau, reach * error)
-    return AcceptanceMismatch(served.engine, rounds, here, tau_expected, difference, mismatch, unknown)
+    return AcceptanceMismatch(served.engine, rounds, here, tau_expected, difference, mismatch, within, more, unknown)
 
 
 def round_variance(at_least_K: Sequence[float]) -> float:

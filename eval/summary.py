@@ -310,13 +310,17 @@ def _empty_slots(rows: Sequence[BenchRow]) -> Iterator[str]:
 def describe_mismatch(found: AcceptanceMismatch, margin: float) -> str:
     """Served and expected acceptance in one line, with numbers and the verdict."""
     if found.unknown:
-        judged = f"not judged: {found.unknown}"
+        judged = f"not judged: {found.unknown} (margin {margin:.0%})"
+    elif found.mismatch or found.as_expected:
+        judged = f"is {'not ' if found.mismatch else ''}as expected (margin {margin:.0%})"
     else:
-        judged = "is not as expected" if found.mismatch else "is as expected"
+        needed = "more conversations of the holdout"
+        if math.isfinite(found.more_rounds):
+            needed = f"about {found.more_rounds:,.0f} more rounds"
+        judged = f"no mismatch is shown, but the interval is too wide to tell {margin:.0%}: {needed} would"
     return (
         f"{found.engine} has tau {interval(found.served)} over {found.rounds:,.0f} rounds, expected is "
-        f"{interval(found.expected)} in its counting: {interval(found.difference, sign='+')}; {judged} "
-        f"(margin {margin:.0%})"
+        f"{interval(found.expected)} in its counting: {interval(found.difference, sign='+')}; {judged}"
     )
 
 

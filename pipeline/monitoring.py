@@ -97,8 +97,8 @@ def write_metrics(space: Workspace, options: MetricsOptions) -> str | None:
     if options.served:
         if collector.unread is not None:
             raise collector.unread
-        _warn(collector.mismatch, options)
-        _tell_requests(collector.counters, collector.domains, options)
+        _warn(collector, options)
+        _tell_requests(collector, options)
     return None if options.out is not None else text.decode()
 
 
@@ -115,10 +115,12 @@ def _check(options: MetricsOptions) -> None:
         raise InputError("--listen: serves until stopped; --out and --fail-on-mismatch go without it")
 
 
-def _warn(mismatch: AcceptanceMismatch | None, options: MetricsOptions) -> None:
+def _warn(collector: "ChampionCollector", options: MetricsOptions) -> None:
     """Say how served acceptance compares with the expected one; an error where a mismatch is to fail."""
+    mismatch, counters = collector.mismatch, collector.counters
     if mismatch is None:
-        say("served: the champion has no counts of a promotion; nothing to compare with")
+        alone = "" if counters is None else f"; served tau {counters.tau:.2f} over {counters.rounds:,.0f} rounds"
+        say(f"served: {collector.without}: nothing to compare with{alone}")
         return
     line = f"served: {describe_mismatch(mismatch, options.margin)}"
     say(f"{'WARNING: ' if mismatch.mismatch else ''}{line}")
@@ -126,17 +128,16 @@ def _warn(mismatch: AcceptanceMismatch | None, options: MetricsOptions) -> None:
         raise AcceptanceMismatchError(line)
 
 
-def _tell_requests(
-    counters: Counters | None, domains: Mapping[str, AcceptanceMismatch], options: MetricsOptions
-) -> None:
+def _tell_requests(collector: "ChampionCollector", options: MetricsOptions) -> None:
     """Say how each domain compares, and how many responses tell no counts or no domain."""
+    counters, domains = collector.counters, collector.domains
     if counters is None or not counters.domains:
         return
     for name, found in domains.items():
         say(f"{'WARNING: ' if found.mismatch else ''}domain {name!r}: {describe_mismatch(found, options.margin)}")
     named = {name: one for name, one in counters.domains.items() if name}
     unknown = counters.requests - sum(one.requests for one in named.values())
-    without = [name for name in named if name not in domains]
+    without = [name for name in named if collector.mismatch is not None and name not in domains]
     say(
         f"served: {counters.requests:,.0f} responses with counts, {unknown:,.0f} of them of no known domain; "
         f"{counters.uncounted:,.0f} without counts"
@@ -202,6 +203,8 @@ class ChampionCollector(Collector):
         self.mismatch: AcceptanceMismatch | None = None
         self.counters: Counters | None = None
         """What was counted in the window that was compared the last time."""
+        self.without = ""
+        """Why there is nothing to compare with, where `mismatch` is None."""
         self.domains: dict[str, AcceptanceMismatch] = {}
         """Comparison by domain, where single requests tell theirs and the holdout has it."""
         self.unread: DraftforgeError | None = None
@@ -214,14 +217,16 @@ class ChampionCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Metrics of the champion, then of the served engines; an error of the one leaves the others."""
         expected: dict[str, ExpectedAcceptance] = {}
+        self.without = "the champion could not be read"
         try:
             self._space = self._space.reopened()
             version = _champion(self._space)
             expected = {} if version is None else self._expected_of(version[0])
+            self.without = "no champion" if version is None else "the champion has no counts of a promotion"
             # All of it, or none.
             yield from list(champion_families(self._space, version, expected.get(""), time.time()))
         except DraftforgeError as error:
-            expected = {}
+            expected, self.without = {}, "the champion could not be read"
             self._complain(error)
         if self._options.served:
             yield from self._served(expected)

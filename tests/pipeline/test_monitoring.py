@@ -190,6 +190,21 @@ def test_a_champion_is_told_of(
     assert "champion_stale" not in told and "its staleness has no sample" in " ".join(capsys.readouterr().err.split())
 
 
+def test_without_a_champion_there_is_nothing_to_compare_with(
+    write_recipe: WriteRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rounds: dict[str, Any] = {"acceptance_histogram": [82, 30], "num_spec_steps": 112}
+    rounds |= {"num_accepted_draft_tokens": 30, "num_draft_tokens": 112}
+    answer = {"choices": [], "metrics": {"speculative_decoding": rounds}}
+    line = {"request": {"metadata": {"domain": "support"}}, "response": answer}
+    (tmp_path / "log.jsonl").write_text(json.dumps(line))
+    told = scraped(Workspace(load_recipe(write_recipe())), served=[str(tmp_path / "log.jsonl")])
+    assert value(told, "champion_exists") == 0 and "acceptance_mismatch" not in told
+    said = " ".join(capsys.readouterr().err.split())
+    assert "served: no champion: nothing to compare with; served tau 1.27 over 112 rounds" in said
+    assert "1 responses with counts" in said and "not on the holdout" not in said
+
+
 def test_the_port_answers_until_it_is_stopped(
     write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch, engine: tuple[str, dict[str, Any]]
 ) -> None:
