@@ -215,7 +215,7 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
 
     # Requests without a conversation count for the load only.
     if entry.left_out is not None:
-        domain = _domain_named(source, entry.line)
+        domain = None if entry.left_out in NO_CHAT else _domain_named(source, entry.line)
         return Outcome(entry.where, left_out=entry.left_out, domain=domain, timing=busy, served=entry.served)
 
     # The record's own times must be dates of this very request, of a known year.

@@ -30,7 +30,11 @@ LeaveOut = Callable[[Record, str], None]
 """`leave_out(record, reason)`: told of each record that does not stay."""
 R = TypeVar("R")
 _ROWS_PER_UPDATE = 256
-_PROBED_ITEMS = 500
+_PROBED_ITEMS, _MOST_PROBED = 500, 200_000
+"""Lines at the beginning of a file that tell its kind, and those of a server's start that may stand before them."""
+_LOG_LINE = re.compile(r".{0,100}?\d\d:\d\d:\d\d|.{0,60}?\b(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
+"""Beginning of a line that a server logs: it has a time or a level."""
+_LOG_PROMPTS = "`VLLM_LOGGING_LEVEL=DEBUG vllm serve MODEL --enable-log-requests` logs prompts"
 _ENGINE_KINDS: tuple[FileKind, ...] = ("vllm", "sglang")
 _KINDS: tuple[FileKind, ...] = (*_ENGINE_KINDS, "litellm", "langfuse", "openai", *get_args(Shape))
 """Kinds from the strictest: lines of the first ones may read as those of later ones, too."""
@@ -88,7 +92,7 @@ def require_some(source: Source, index: int, counts: SourceCounts) -> None:
         seen = ", ".join(f"{count} {reason}" for reason, count in counts.left_out.items())
         why = f" ({counts.read} read, {counts.skipped} skipped{seen and f'; {seen}'})" if counts.read else ""
         if source.kind == "vllm" and "no text logged" in counts.left_out:
-            why += "; `VLLM_LOGGING_LEVEL=DEBUG vllm serve MODEL --enable-log-requests` logs prompts"
+            why += f"; {_LOG_PROMPTS}"
         raise InputError(
             f"mix.sources[{index}]: {name_of(source)}: holds no conversation{why}; at least one is needed, unless "
             "mix.may_be_unanswered names the source"
@@ -111,16 +115,15 @@ def check_kinds(sources: Sequence[Source], base_dir: Path) -> None:
         if first is None:
             continue
         plain_text = source.kind == "prompts" and files.is_text(first)
-        own = SourceCounts() if plain_text else _probe(source, source.kind, first)
+        own = SourceCounts() if plain_text else _probes(source, first, [source.kind])[source.kind]
         if own.taken and not own.skipped:
             continue
         # Another kind is named if it gives more conversations, and no line breaks its rules.
-        for kind in _ENGINE_KINDS if plain_text else _KINDS:
-            found = _probe(source, kind, first)
+        for kind, found in _probes(source, first, _ENGINE_KINDS if plain_text else _KINDS).items():
             if found.taken > own.taken and not found.skipped:
                 raise InputError(
-                    f"mix.sources[{index}].kind {source.kind}: {first} looks like kind {kind}: so read, its first "
-                    f"{_PROBED_ITEMS} lines give {found.taken} conversations"
+                    f"mix.sources[{index}].kind {source.kind}: {first} looks like kind {kind}: so read, its beginning "
+                    f"gives {found.taken} conversations"
                 )
 
 
@@ -134,22 +137,23 @@ def detect_kind(base_dir: Path, path: str) -> tuple[FileKind, bool]:
     if first is None:
         raise InputError(f"{path}: is empty; must be a log")
     source = FileSource.model_validate({"kind": "prompts", "path": path})
-    found = {kind: _probe(source, kind, first) for kind in _KINDS}
+    found = _probes(source, first, _KINDS)
     best = max(found, key=lambda kind: found[kind].taken - found[kind].skipped)
     # Requests read as conversations too, and the reverse: a conversation has its messages, and no model, at the top.
     if best in ("openai", "messages") and found["openai"].taken and found["messages"].taken:
         line = next(files.objects([first], "")).decode()
         best = "messages" if isinstance(line, dict) and "messages" in line and "model" not in line else "openai"
     if found[best].taken <= found[best].skipped:
-        # Any line may be a prompt: only the name can say so.
-        if ".txt" in first.suffixes:
+        # Any line may be a prompt, unless a server logged it: only the name can say so.
+        is_log = _is_log(first)
+        if ".txt" in first.suffixes and not is_log:
             return "prompts", False
         tried = "; ".join(f"{kind}: {_seen(counts)}" for kind, counts in found.items())
-        raise InputError(
-            f"{first}: no kind of log gives conversations of its first lines ({tried}); if each line is a prompt, name "
-            "the file .txt"
-        )
-    return best, bool(found[best].taken) and _probe(source, best, first, None).taken == found[best].taken
+        hint = "if each line is a prompt, name the file .txt"
+        if is_log:
+            hint = f"it looks like a server's log, without a request whose prompt is logged; {_LOG_PROMPTS}"
+        raise InputError(f"{first}: no kind of log gives conversations of its first lines ({tried}); {hint}")
+    return best, bool(found[best].taken) and _probes(source, first, [best], None)[best].taken == found[best].taken
 
 
 def _seen(counts: SourceCounts) -> str:
@@ -157,13 +161,36 @@ def _seen(counts: SourceCounts) -> str:
     return ", ".join([f"{counts.read} read", *([f"{counts.skipped} broken"] if counts.skipped else []), *reasons])
 
 
-def _probe(source: FileSource, kind: FileKind, path: Path, domain: str | None = "any") -> SourceCounts:
-    """Counts of the first lines of a file, read as a kind of file. `domain`: None for those that its lines name."""
+def _probes(
+    source: FileSource, path: Path, kinds: Sequence[FileKind], domain: str | None = "any"
+) -> dict[FileKind, SourceCounts]:
+    """Counts of the first lines of a file, read as each kind. `domain`: None for those that its lines name."""
+    found = {kind: _probe(source, kind, path, domain, _PROBED_ITEMS) for kind in kinds}
+    # Hundreds of lines of an engine's start may stand before its first request.
+    if not any(counts.taken for counts in found.values()) and _is_log(path):
+        found |= {kind: _probe(source, kind, path, domain, _MOST_PROBED) for kind in kinds if kind in _ENGINE_KINDS}
+    return found
+
+
+def _is_log(path: Path) -> bool:
+    """Whether most of a file's first lines begin as those that servers log."""
+    try:
+        lines = [item.decode() for item in itertools.islice(files.text_lines([path], ""), _PROBED_ITEMS)]
+    except InputError:  # no text
+        return False
+    return 2 * sum(_LOG_LINE.match(line) is not None for line in lines) > len(lines)
+
+
+def _probe(source: FileSource, kind: FileKind, path: Path, domain: str | None, most: int) -> SourceCounts:
+    """Counts of at most `most` lines of a file, read as one kind; other lines of a log beside 500 do not count."""
     counts = SourceCounts()
     if kind == "prompts" and files.is_text(path):
         return counts
     probe = source.model_copy(update={"kind": kind, "year": None, "domain": domain, "skip_invalid": True})
-    items = itertools.islice(_file_items(probe, [path], title=""), _PROBED_ITEMS)
+    items = itertools.takewhile(
+        lambda item: counts.read - counts.left_out.get("other log line", 0) < _PROBED_ITEMS,
+        itertools.islice(_file_items(probe, [path], title=""), most),
+    )
     try:
         for unit in _file_units(probe, [path], items, counts):
             for outcome in outcomes_of(probe, 0, unit):

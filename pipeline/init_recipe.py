@@ -1,9 +1,11 @@
 """`draftforge init`: a commented recipe from a log and a target, with what was found in them and what is assumed."""
 
+import itertools
 import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -14,22 +16,28 @@ import numpy as np
 from .. import storage
 from ..data import files
 from ..data.record_outcomes import SourceCounts
-from ..data.settings import FileSource
+from ..data.settings import LABEL, FileSource
 from ..data.sources import detect_kind, read_records
 from ..data.stratify import lengths_of
 from ..errors import InputError, OwnershipError
 from ..progress import say
 from ..recipe import load_recipe, yaml_text
+from ..registry.settings import GateSettings
 from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
 from ..specdec.target_settings import TargetSettings, named_target
 
 _USUAL_DOMAIN = "chat"
 _TOKENS_PER_STEP, _EPOCHS, _FEWEST_STEPS, _MOST_STEPS = 16384, 3, 100, 4000
-_HOLDOUT = 30  # conversations that a holdout should have: the gate asks for 20 clusters of near-duplicates
+_HOLDOUT = 30  # conversations that a holdout should have, as some are near-duplicates of others
+_CLUSTERS = GateSettings().min_clusters
 _MOST_SCORED, _LEAST_SHARE = 3, 0.1  # sampling settings to score, and the share of the log that each must have
 _EAGLE3_LAYERS = 6  # from which on its usual three layers are three
 _LARGE_VOCABULARY, _DRAFT_VOCABULARY = 64_000, 32_000
 _MOST_NAME = 64  # characters of a recipe's name
+_LOOKED_AT, _MOST_DOMAINS, _LEAST_LINES = 500, 12, 3
+"""Lines in which a field is looked for that may name domains; most of its values, and least lines of one on average."""
+_NO_DOMAIN = re.compile(r"(?i).*(model|role|type|status|level|object|kind|version|event|reason|replica|host|server|id)")
+"""Fields of a few values that tell something else."""
 
 
 @dataclass
@@ -163,6 +171,9 @@ def _lines(out: Path, log: Path, model: str, source: FileSource, facts: LogFacts
         yield f"# not taken: {', '.join(part for part in (left, broken) if part)}"
     if source.domain is not None:
         yield f"# assumed: one domain, {source.domain}; mix.domains has rules and clusters that tell several apart"
+        for name, of_lines in _domain_fields(log, source).items():
+            seen = ", ".join(f"{value} {count:,}" for value, count in of_lines.most_common(6))
+            yield f"# or domain_field: {name}, in place of domain: {source.domain}; its first lines have {seen}"
     else:
         named = ", ".join(f"{name} {count:,}" for name, count in facts.domains.most_common(6))
         yield f"# domains, as its lines name them: {named}"
@@ -172,7 +183,13 @@ def _lines(out: Path, log: Path, model: str, source: FileSource, facts: LogFacts
     mix: dict[str, Any] = {"sources": [{"kind": facts.kind, **asked}]}
     share = max(0.15, min(0.3, _HOLDOUT / conversations))
     if share > 0.15:
-        yield f"# few conversations: {share:.0%} of them select, {share:.0%} judge; the gate asks for 20 clusters"
+        judge = int(share * conversations)
+        yield (
+            f"# few conversations: {share:.0%} of them select, {share:.0%} judge: at most {judge} clusters of "
+            f"near-duplicates, and the gate asks for {_CLUSTERS}"
+        )
+        if judge < _CLUSTERS:
+            yield f"# so distill will promote no draft: log {-int(-_CLUSTERS // share) - conversations} more, or more"
         mix |= {"selection_share": round(share, 2), "holdout_share": round(share, 2)}
     yield from _yaml({"mix": mix})
 
@@ -193,10 +210,10 @@ def _lines(out: Path, log: Path, model: str, source: FileSource, facts: LogFacts
     yield from _yaml({"capture": capture})
 
     # 3) The draft.
-    steps = _steps(facts, tokens)
+    steps, epochs = _steps(facts, tokens, conversations * (1 - 2 * share))
     family = "eagle3" if target.layers >= _EAGLE3_LAYERS else "eagle"
     why = f"the target has {target.layers} layers, and eagle3 needs {_EAGLE3_LAYERS} or more"
-    yield f"# assumed: family {family}, as {why}; about {_EPOCHS} epochs"
+    yield f"# assumed: family {family}, as {why}; about {epochs:,.0f} epochs"
     draft: dict[str, Any] = {"family": family, "steps": steps, "tokens_per_step": _TOKENS_PER_STEP}
     draft |= {"learning_rate": 1e-3, "warmup_steps": steps // 10, "score_every": steps // 2}
     if family == "eagle3":
@@ -223,11 +240,36 @@ def _tokens(facts: LogFacts, target: TargetFacts) -> int:
     return min(rounded, max(1, (target.context or 2 * rounded) // 2))
 
 
-def _steps(facts: LogFacts, tokens: int) -> int:
+def _steps(facts: LogFacts, tokens: int, trained: float) -> tuple[int, float]:
+    """Steps for three epochs of `trained` conversations, within bounds, and the epochs that they make."""
     supervised = np.mean(np.minimum(facts.answers, tokens)) if facts.answers else tokens
-    each = float(np.mean(facts.prompts)) + float(supervised)
-    steps = int(_EPOCHS * len(facts.ids) * each / _TOKENS_PER_STEP)
-    return max(_FEWEST_STEPS, min(_MOST_STEPS, -(-steps // 10) * 10))
+    epoch = trained * (float(np.mean(facts.prompts)) + float(supervised)) / _TOKENS_PER_STEP
+    steps = max(_FEWEST_STEPS, min(_MOST_STEPS, -(-int(_EPOCHS * epoch) // 10) * 10))
+    return steps, steps / max(epoch, 1.0)  # a step is an epoch at most
+
+
+def _domain_fields(log: Path, source: FileSource) -> dict[str, Counter[str]]:
+    """Fields that every one of the first lines has, with a few values that could be domains, and their counts."""
+    if source.kind in ("vllm", "sglang", "prompts"):
+        return {}
+    paths = [one for one in files.find(Path(), str(log)) if one.stat().st_size]
+    lines: list[dict[str, Any]] = []
+    for item in itertools.islice(files.objects(paths[:1], ""), _LOOKED_AT):
+        with suppress(InputError):  # counted as broken where the log is read
+            if isinstance(line := item.decode(), dict):
+                lines.append(line)
+    found = {
+        name: Counter(value for line in lines if isinstance(value := line.get(name), str))
+        for name in (lines[0] if lines else ())
+        if not _NO_DOMAIN.fullmatch(name)
+    }
+    return {
+        name: values
+        for name, values in found.items()
+        if values.total() == len(lines)
+        and 2 <= len(values) <= min(_MOST_DOMAINS, len(lines) // _LEAST_LINES)
+        and all(re.fullmatch(LABEL, value) for value in values)
+    }
 
 
 def _scored(facts: LogFacts) -> list[tuple[SamplingSettings, int]]:

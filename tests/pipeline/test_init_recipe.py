@@ -10,7 +10,7 @@ import pytest
 from made_logs import LINES, write_log
 
 from draftforge.data.mix import load_manifest
-from draftforge.data.sources import detect_kind, read
+from draftforge.data.sources import check_kinds, detect_kind, read
 from draftforge.errors import InputError, MissingFileError, OwnershipError
 from draftforge.pipeline.init_recipe import init
 from draftforge.pipeline.stages import Stages, mix_stage
@@ -118,6 +118,47 @@ def test_figures_are_those_of_the_log(
     said = capsys.readouterr().err
     assert "t0 70%, t0.7 25%" in said and "p50 and p95: 252 and 475; the target's context: 512" in said
     assert f"{sum(5 * (i + 1) + 256 > 512 for i in range(100))} prompts do not fit the context" in said
+
+
+@pytest.mark.parametrize("suffix", ["log", "txt"])
+def test_a_first_request_may_stand_behind_a_long_start(suffix: str, tmp_path: Path, tiny_target_folder: Path) -> None:
+    write_log(tmp_path, "vllm", REQUESTS)
+    start = "(EngineCore_DP0 pid=7) DEBUG 11-28 09:59:00 [utils.py:9] Loading weight model.layers.0.mlp\n" * 1500
+    log = tmp_path / f"server.{suffix}"
+    log.write_text(start + (tmp_path / "vllm.log").read_text())
+    assert detect_kind(tmp_path, log.name) == ("vllm", False)
+    (source,) = made(tmp_path, log, tiny_target_folder).mix.sources
+    check_kinds([source], tmp_path)
+    with pytest.raises(InputError, match="looks like kind vllm: so read, its beginning gives"):
+        check_kinds([source.model_copy(update={"kind": "prompts", "year": None})], tmp_path)
+    # Without a request its lines are nobody's prompts, whatever the name.
+    log.write_text(start)
+    with pytest.raises(InputError, match="looks like a server's log") as caught:
+        detect_kind(tmp_path, log.name)
+    assert "1500 read, 1500 other log line" in str(caught.value) and ".txt;" not in str(caught.value)
+    assert "name the file" not in str(caught.value) and "--enable-log-requests" in str(caught.value)
+
+
+def test_few_conversations_say_what_they_are_too_few_for(tmp_path: Path, tiny_target_folder: Path) -> None:
+    """Epochs as a training counts them, where a step is an epoch at most; fields of a few values are proposed."""
+    lines = [
+        {
+            "turns": [f"question {i} of {i * 7}"],
+            "route": ("billing", "code")[i % 2],
+            "model": "ab"[i % 2],
+            "day": f"d{i}",
+        }
+        for i in range(19)
+    ]
+    (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\nbroken")
+    made(tmp_path, tmp_path / "few.jsonl", tiny_target_folder)
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert "about 100 epochs" in text and "steps: 100\n" in text
+    assert "30% judge: at most 5 clusters of near-duplicates, and the gate asks for 20" in text
+    assert "distill will promote no draft: log 48 more" in text  # 30 % of 67 are 20
+    proposed = [line for line in text.splitlines() if "or domain_field" in line]
+    assert len(proposed) == 1 and "domain_field: route, in place of domain: chat" in proposed[0]
+    assert "billing 10, code 9" in proposed[0]
 
 
 def test_what_cannot_be_read_is_refused(tmp_path: Path, tiny_target_folder: Path) -> None:
