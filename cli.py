@@ -335,7 +335,7 @@ def export(
         str | None,
         typer.Option(
             "--draft",
-            help="Name in the recipe, or a checkpoint folder; default: the chosen one.",
+            help="Name in the recipe, or a checkpoint folder; default: the champion.",
             autocompletion=completion.drafts,
         ),
     ] = None,

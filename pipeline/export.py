@@ -137,7 +137,7 @@ def _policy(space: Workspace, captured: Stage, folder: Path, engine: PolicyEngin
 
 
 def version_facts(tracking: Tracking, version: Version) -> DraftFacts:
-    """Facts of a registered version for its model card, with its figures on the holdout."""
+    """Facts of a registered version for its model card, with its figures on the holdout and the last decision."""
     lineage, (tau, speedup) = version.lineage, judged_figures(tracking, version)
     last = last_decision(tracking, version)
     judged = None if last is None else last.numbers.evidence
@@ -150,6 +150,8 @@ def version_facts(tracking: Tracking, version: Version) -> DraftFacts:
         step=lineage.step,
         tau=tau,
         speedup=speedup,
+        speedup_interval=None if judged is None else judged.candidate.speedup.ends,
+        decision="" if last is None else last.outcome,
         measured=lineage.measured,
         domains=domains,
     )

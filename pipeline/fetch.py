@@ -17,7 +17,7 @@ from ..registry.lineage import Version
 from ..specdec.formats import Format, Verifier, check_family, known_format, needs_verifier
 from ..specdec.formats.layouts import NATIVE
 from ..specdec.loading import as_the_file_says, load_tokenizer
-from ..specdec.model_card import write_card
+from ..specdec.model_card import DraftFacts, write_card
 from ..specdec.serve_commands import UNKNOWN_TARGET, ServeCommand
 from ..specdec.serving_plan import find_plan
 from ..specdec.target_settings import TargetSettings, named_target
@@ -52,9 +52,11 @@ def fetch(
         found = _fingerprint(tracking, target) if settings is None else target_fingerprint(settings)
     # 2) Copy the draft as it is stored, or fetch it aside and write it in the other format; with how it is served.
     command: list[ServeCommand] = []
+    known: list[DraftFacts] = []
 
     def add_card(folder: Path, version: Version, stored: Path | None = None) -> None:
         plan, facts = find_plan(stored or folder), version_facts(tracking, version)
+        known.append(facts)
         command.append(write_card(folder, str(out.absolute()), chosen or NATIVE, plan, facts, settings))
 
     if chosen is None or chosen == NATIVE:
@@ -73,6 +75,9 @@ def fetch(
             rewrite_draft(stored, out, chosen, verifier, tokenizer, lambda beside: add_card(beside, version, stored))
     written = f" as {chosen}, read back equal" if chosen else ""
     say(f"{version.reference}: {alias} of target {fingerprint.short(found)}, in {out}{written}")
+    for name, words in (("expected speed-up", known[0].worth), ("the gate", known[0].decision)):
+        if words:
+            say(f"{name}: {words}")
     if settings is None and UNKNOWN_TARGET in command[0].text:
         say(f"{UNKNOWN_TARGET}: {version.lineage.target_name}, the model with that fingerprint")
     say_assumed(out)

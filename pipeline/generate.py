@@ -17,8 +17,9 @@ from ..eval.draft_configs import DraftConfig
 from ..eval.settings import SELECTION_SPLIT
 from ..progress import say
 from ..recipe import Recipe
+from ..registry.champion_alias import last_decision
 from ..registry.store_address import store_exists
-from ..registry.versions import champion, resolve_models_uri
+from ..registry.versions import CANDIDATE, by_alias, champion, resolve_models_uri
 from ..specdec.accept_rules import RULES
 from ..specdec.answers import Answer, GrowingText, answer_run, answers
 from ..specdec.proposers.base import Proposer
@@ -65,7 +66,7 @@ def find_draft(space: Workspace, name: str | None, option: str = "--draft") -> P
     if name is None:
         now = champion(space.tracking, space.target_fingerprint)
         if now is None:
-            raise RegistryError(_NO_CHAMPION)
+            raise RegistryError(_no_champion(space))
         return resolve_models_uri(space.tracking, now.uri, space.root / "models")
     # A path. A draft of the recipe goes before a folder of the same name.
     if name not in space.recipe.drafts:
@@ -78,6 +79,19 @@ def find_draft(space: Workspace, name: str | None, option: str = "--draft") -> P
     if not found:
         raise InputError(f"{option} {name}: has no checkpoint yet; run `draftforge train`")
     return found[max(found)]
+
+
+def _no_champion(space: Workspace) -> str:
+    """Words on a target without a champion: what the gate said of its candidate, and how to use that all the same."""
+    candidate = by_alias(space.tracking, space.target_fingerprint, CANDIDATE)
+    if candidate is None:
+        return _NO_CHAMPION
+    judged = "no gate has judged" if last_decision(space.tracking, candidate) is None else "the gate refused"
+    names = [name for name, draft in space.recipe.drafts.items() if draft.family == candidate.lineage.family]
+    return (
+        f"this target has no champion: {judged} version {candidate.number} (candidate); "
+        f"`--draft {names[0] if len(names) == 1 else 'NAME'}` takes a draft's last checkpoint all the same"
+    )
 
 
 def generate(recipe: Recipe, prompt: str | None, options: GenerateOptions) -> None:

@@ -284,6 +284,8 @@ def _say_decision(version: Version, decision: Decision) -> None:
         verdict, reasons = f"{verdict}: {reasons[0]}", []
     for line in (f"{version.reference}: {verdict}", *(f"  {reason}" for reason in reasons)):
         say(line)
+    if decision.choice and not decision.reasons[0].startswith(ALREADY):
+        say(f"  to promote it all the same, by choice: `draftforge promote RECIPE {decision.choice}`")
 
 
 def _write_record(

@@ -7,7 +7,9 @@ next call finds the draft; answers are decoded and shown like those of `draftfor
 import json
 import time
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 from rich.table import Table
@@ -86,11 +88,16 @@ def try_out(given: Sequence[str], file: Path | None, target: str) -> None:
         _answers(space, drafts, held_out[0].messages, _WARM_UP, advance)  # of the first passes no time counts
         own = [_answers(space, drafts, one.messages, _SHORT, advance) for one in held_out]
         theirs = [_answers(space, drafts, messages, _LONG, advance) for messages in asked]
-    # 3) One answer token by token, the table, and what to make of it.
+    # 3) An answer of each kind token by token, the table, and what to make of it.
     console = Console(highlight=False)
-    console.print("\n[bold]A question that the draft was not trained on[/]")
-    console.print(held_out[0].messages[-1].text, style="italic", markup=False, soft_wrap=True)
-    show(space.target, own[0]["tiny"])
+    best = max(_METHODS, key=lambda method: speedup_of(theirs[:1], method))
+    for title, question, answer in (
+        ("A question that the draft was not trained on", held_out[0].messages[-1].text, own[0]["tiny"]),
+        ("The first of your prompts" if given or file else "The first of the prompts", prompts[0], theirs[0][best]),
+    ):
+        console.print(f"\n[bold]{title}[/]")
+        console.print(question, style="italic", markup=False, soft_wrap=True)
+        show(space.target, answer)
     console.print("green: drafted tokens that the target agreed with; plain: the target's own", style="dim")
     labels = [f"{len(own)} questions of the support bot", *prompts]
     rows = [own, *([one] for one in theirs)]
@@ -123,13 +130,18 @@ def tau_of(answers: Sequence[Answer]) -> float:
 
 
 def speedup_of(rows: Sequence[dict[str, GeneratedAnswer]], method: str) -> float:
-    """Measured tokens a second, over those of plain decoding."""
+    """Speed-up after the prompt: tau times the median seconds of a plain pass, over those of a round.
 
-    def speed(name: str) -> float:
-        answers = [row[name] for row in rows]
-        return sum(len(one.tokens) for one in answers) / sum(one.seconds for one in answers)
-
-    return speed(method) / speed("none")
+    A round holds a pass of the target, so that one which seems to take less is counted as one pass: no more than tau
+    is claimed. 1 where nothing was decoded after the prompt's pass.
+    """
+    passes, rounds = (
+        [later - sooner for row in rows for sooner, later in pairwise(row[name].generation.arrivals)]
+        for name in ("none", method)
+    )
+    if not passes or not rounds:
+        return 1.0
+    return tau_of([row[method] for row in rows]) * min(median(passes) / median(rounds), 1.0)
 
 
 def _table(labels: Sequence[str], rows: Sequence[Sequence[dict[str, GeneratedAnswer]]]) -> Table:
@@ -151,16 +163,18 @@ def _headline(console: Console, rows: Sequence[Sequence[dict[str, GeneratedAnswe
     """Print what was seen, and what to do next."""
     own, theirs = rows[0], [one for row in rows[1:] for one in row]
     tiny, lookup = (tau_of([one[method] for one in own]) for method in ("tiny", "lookup"))
-    best = max(_METHODS, key=lambda method: tau_of([one[method] for one in theirs]))
-    yours = tau_of([one[best] for one in theirs])
+    best = max(_METHODS, key=lambda method: speedup_of(theirs, method))
+    yours, named = tau_of([one[best] for one in theirs]), "prompt lookup" if best == "lookup" else "the draft"
+    pays = speedup_of(theirs, best) > 1
+    found = f"{named} is the better one, {yours:.2f}" if pays else f"neither pays, at best {named} with {yours:.2f}"
     console.print(
         f"\n[bold]In {seconds:.0f} s: on the traffic that it learnt, a tiny draft gives {tiny:.2f} tokens a pass of "
-        f"the target (prompt lookup {lookup:.2f}); on your prompts "
-        f"{'prompt lookup' if best == 'lookup' else 'the draft'} is the better one, {yours:.2f}.[/]",
+        f"the target (prompt lookup {lookup:.2f}); on your prompts {found}.[/]",
         soft_wrap=True,
     )
     console.print(
-        "tau is that number; speeds are of one run of few answers, a hint. Next: `make demo` trains, scores and "
-        "registers a draft; `draftforge distill RECIPE` does so with your logs.",
+        "tau is that number; speed is tau times a plain pass over a round, medians of few answers: a hint, and below "
+        "1x drafting costs more than it saves. Next: `make demo` trains, scores and registers a draft; `draftforge "
+        "distill RECIPE` does so with your logs.",
         soft_wrap=True,
     )

@@ -68,6 +68,11 @@ class Interval(_Record):
         names = ("value", "low", "high", "clusters", "error", "freedom")
         return cls(**{name: getattr(estimate, name) for name in names})
 
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Lower and upper end; None where there is no interval."""
+        return (self.low, self.high) if math.isfinite(self.low) and math.isfinite(self.high) else None
+
     def over(self, whole: float) -> "Interval":
         """The interval divided by `whole`, such as the champion's speed-up; NaN where `whole` is not above 0."""
         whole = whole if whole > 0 else math.nan
@@ -197,6 +202,26 @@ class Decision(_Record):
             return ""
         shown = "is" if self.worth_serving else "is not"
         return f"gate.min_speedup = {settings.min_speedup:g}: {shown} shown to beat plain decoding and prompt lookup"
+
+    @property
+    def outcome(self) -> str:
+        """Words on what was decided, for whoever is handed the draft: promoted, promoted by choice, or why not."""
+        if self.promote:
+            return f"promoted by choice: {self.by_choice}" if self.by_choice else "promoted"
+        return f"refused: {'; '.join(self.reasons)}"
+
+    @property
+    def choice(self) -> str:
+        """Settings by which a refused candidate would be promoted, such as "gate.min_speedup=0"; empty: none do, as
+        what is lacking is no choice."""
+        evidence, settings = self.numbers.evidence, self.numbers.settings
+        if self.promote or evidence is None or settings is None or decide(evidence, settings).promote:
+            return ""
+        clusters = {"min_clusters": max(evidence.clusters, 1)} if evidence.clusters < settings.min_clusters else {}
+        for changes in (clusters, {"min_speedup": 0}, {"min_speedup": 0, **clusters}):
+            if changes and decide(evidence, settings.model_copy(update=changes)).promote:
+                return " ".join(f"gate.{name}={value}" for name, value in changes.items())
+        return ""
 
 
 class StoredDecision(Decision):

@@ -279,11 +279,14 @@ def refuse_occupied(out: Path) -> None:
 
 
 def require(tracking: Tracking, target_fingerprint: str, alias: str) -> Version:
-    """The version that an alias of this target names. Raises RegistryError, which lists targets with a champion."""
+    """The version that an alias of this target names. Raises RegistryError, which lists what can be fetched instead."""
     version = by_alias(tracking, target_fingerprint, alias)
     if version is None:
         known = [f"{entry.target_name} ({short(entry.fingerprint)})" for entry in targets(tracking) if entry.champion]
         listed = "targets with a champion: " + ", ".join(known) if known else "no target has a champion"
+        other = None if alias == CANDIDATE else by_alias(tracking, target_fingerprint, CANDIDATE)
+        if other is not None:
+            listed = f"version {other.number} is its candidate, which `--alias {CANDIDATE}` fetches; {listed}"
         raise RegistryError(f"target {short(target_fingerprint)}: has no {alias} in the registry; {listed}")
     return version
 

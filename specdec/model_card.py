@@ -37,6 +37,18 @@ class DraftFacts(NamedTuple):
     """Where the times behind the speed-up hold."""
     domains: Mapping[str, Mapping[str, float | None]] = MappingProxyType({})
     """`tau` and `speedup` on the holdout by domain."""
+    speedup_interval: tuple[float, float] | None = None
+    """Lower and upper end of the speed-up's interval; None: not known."""
+    decision: str = ""
+    """What the gate decided last, in words; empty: not known."""
+
+    @property
+    def worth(self) -> str:
+        """Expected speed-up in words, with its interval and where its times hold; empty: not known."""
+        if self.speedup is None:
+            return ""
+        ends = "" if self.speedup_interval is None else " [{:.2f}, {:.2f}]".format(*self.speedup_interval)
+        return f"{self.speedup:.2f}x{ends} over plain decoding" + (f" ({self.measured})" if self.measured else "")
 
 
 def facts_of(folder: Path, target: str) -> DraftFacts:
@@ -46,7 +58,8 @@ def facts_of(folder: Path, target: str) -> DraftFacts:
         known = read_object((folder.parent if folder.is_file() else folder) / PLAN_FILE)
     except (MissingFileError, CorruptDataError):
         known = {}
-    carried = {name: known[name] for name in ("version", "tau", "speedup", "measured", "domains") if known.get(name)}
+    names = ("version", "tau", "speedup", "speedup_interval", "decision", "measured", "domains")
+    carried = {name: known[name] for name in names if known.get(name)}
     if not meta_file(folder).is_file():
         return DraftFacts(family_at(folder), target, **carried)
     meta = read_meta(folder)
@@ -107,8 +120,8 @@ def _card(found: FoundPlan, facts: DraftFacts, command: ServeCommand) -> str:
     rule = "greedy at temperature 0" + ("" if plan.rule == "greedy" else f", {plan.rule} above it")
     rows.append(("accept rule", rule))
     rows += [] if facts.tau is None else [("tau on the holdout", f"{facts.tau:.2f}")]
-    at = f" ({facts.measured})" if facts.measured else ""
-    rows += [] if facts.speedup is None else [("expected speed-up", f"{facts.speedup:.2f}x over plain decoding{at}")]
+    rows += [("expected speed-up", facts.worth)] if facts.worth else []
+    rows += [("the gate", facts.decision)] if facts.decision else []
     domains = [
         f"| {name} | {_number(row.get('tau'))} | {_number(row.get('speedup'), 'x')} |"
         for name, row in facts.domains.items()

@@ -124,7 +124,7 @@ def serve(
             write_plan(copied, plan)
         version = register_version(store, run.id, copied, lineage, ["c"])
     evidence = Evidence(
-        candidate=Figures(tau=2.5, speedup=Interval.of(Estimate(1.75))),
+        candidate=Figures(tau=2.5, speedup=Interval.of(Estimate(1.75, 1.5, 2.0, 25))),
         conversations=30,
         clusters=25,
         confidence=0.95,
@@ -209,7 +209,8 @@ def test_the_plan_travels_in_the_terms_of_each_engine(
         assert record["command"] == command and f"to serve it with {record['engine']}:" in said.err
         assert (record["tau"], record["speedup"], record["measured"]) == (2.5, 1.75, "batch 1 on this machine")
         assert record["version"] == version.reference and find_plan(out) == FoundPlan(ServingPlan.chain(2))
-        figures = ("K=2", "2.50", "1.75x over plain decoding (batch 1 on this machine)")
+        figures = ("K=2", "2.50", "1.75x [1.50, 2.00] over plain decoding (batch 1 on this machine)")
+        assert f"expected speed-up: {figures[-1]}\nthe gate: promoted\n" in said.err
         for part in (command, *figures, version.reference, "tiny"):
             assert part in card
     config = json.loads((tmp_path / "speculators" / "config.json").read_text())

@@ -268,6 +268,13 @@ def test_a_draft_that_is_not_worth_serving_stays_a_candidate(
     assert code == REFUSED and aliases(space.tracking, model) == {CANDIDATE: 1}
     assert f"{model}/1: not promoted\n  not shown to beat plain decoding: expected speed-up 0." in said
     assert "not shown to beat prompt lookup: 0." in said and "prompt lookup at K = " in said
+    assert "by choice: `draftforge promote RECIPE gate.min_speedup=0`" in said
+    for words in (["export", str(path), str(tmp_path / "out")], ["generate", str(path), "hello"]):
+        refused, why = run(*words)
+        assert refused == 2 and "no champion: the gate refused version 1 (candidate); `--draft small` takes" in why
+    place = ["--target", model[-12:], "--workdir", str(tmp_path / "work")]
+    code_of_fetch, fetched = run("fetch", str(tmp_path / "got"), *place, "--alias", "candidate")
+    assert code_of_fetch == 0 and "the gate: refused: not shown to beat plain decoding" in fetched
     assert not lines(log)
     (page,) = (tmp_path / "work").glob("score-*/report.html")
     assert 'class="decision unproven"' in page.read_text()

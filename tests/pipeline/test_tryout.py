@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from draftforge.errors import InputError, MissingFileError
+from draftforge.eval.draft_configs import DraftConfig
 from draftforge.pipeline import tryout
 from draftforge.pipeline.cli_options import TARGET
+from draftforge.pipeline.generate import GeneratedAnswer
 from draftforge.recipe import load_recipe
 from draftforge.specdec.answers import Answer
 from draftforge.specdec.requests import Generation, Round
@@ -54,6 +57,31 @@ def test_tau_is_pooled_and_leaves_out_the_first_token() -> None:
     assert tryout.tau_of([answer([])]) == 1.0
 
 
+def answers_of(plain: float, each: float, tau: int, rounds: int = 6) -> dict[str, GeneratedAnswer]:
+    """Answers whose plain passes and rounds take these seconds, after a prompt's pass; one pass is an outlier."""
+
+    def answer(name: str, seconds: float, emitted: int) -> GeneratedAnswer:
+        seen = [Round(drafted=4, reached=4, accepted=emitted - 1, emitted=emitted)] * (0 if name == "none" else rounds)
+        arrivals = [9.0 + seconds * n + (50.0 if n == rounds else 0.0) for n in range(rounds + 1)]
+        tokens = [0] * (1 + emitted * rounds)
+        made = Generation(tokens=tokens, rounds=seen, arrivals=arrivals, seconds=arrivals[-1])
+        return GeneratedAnswer("", made, "greedy", name, DraftConfig(4))
+
+    return {"none": answer("none", plain, 1), "lookup": answer("lookup", each, 1), "tiny": answer("tiny", each, tau)}
+
+
+@pytest.mark.parametrize(("each", "tau", "speed"), [(0.05, 2, 1.6), (0.1, 2, 0.8), (0.02, 2, 2.0), (0.02, 1, 1.0)])
+def test_no_speed_above_tau_is_claimed_and_drafts_that_do_not_pay_are_said(
+    each: float, tau: int, speed: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = answers_of(0.04, each, tau)
+    assert tryout.speedup_of([row], "tiny") == pytest.approx(speed)
+    tryout._headline(Console(width=400), [[row], [row]], 60)
+    said = capsys.readouterr().out
+    assert ("on your prompts neither pays, at best " in said) == (speed <= 1)
+    assert ("on your prompts the draft is the better one, 2.00" in said) == (speed > 1)
+
+
 def test_the_recipe_is_a_whole_one() -> None:
     assert list(load_recipe(tryout.RECIPE).drafts) == ["tiny"]
 
@@ -96,6 +124,7 @@ def test_a_first_call_trains_and_the_next_one_finds_the_draft(
         assert ("train tiny: done" in shown.err) == trained
         assert "tiny, rule greedy, K=4: tau" in shown.out
         assert shown.out.count("x ") + shown.out.count("x\n") >= 6  # two speeds in each of three rows
+        assert "The first of your prompts\nhello\n" in shown.out
         assert "a tiny draft gives" in shown.out.splitlines()[-2]
         # Every method has answered before times are taken.
         assert len(seen) == 1 + tryout._QUESTIONS + 2 and seen[0] == seen[1]

@@ -268,3 +268,29 @@ def test_a_champion_whose_files_are_gone_blocks_nobody() -> None:
     assert decision.compared == "m/3"
     refused = decide(evidence(**LOST), GateSettings(min_speedup=2))
     assert not refused.promote and "gate.min_speedup" in refused.reasons[0] and refused.reasons[-1] == said
+
+
+FEW = {"clusters": 12}
+UNPROVEN: dict[str, Any] = {"candidate": drafted(1.1, 0.9, 1.3)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "choice"),
+    [
+        ({}, ""),
+        (FEW, "gate.min_clusters=12"),
+        (UNPROVEN, "gate.min_speedup=0"),
+        (FEW | UNPROVEN, "gate.min_speedup=0 gate.min_clusters=12"),
+        (FEW | {"holdout_overlap": 1}, ""),
+        (UNPROVEN | {"lossless": False}, ""),
+    ],
+)
+def test_a_refusal_names_the_settings_that_would_promote(changes: dict[str, Any], choice: str) -> None:
+    decision = decide(first(**changes), GateSettings())
+    assert decision.choice == choice
+    if choice:
+        named = {key.removeprefix("gate."): int(value) for key, value in (one.split("=") for one in choice.split())}
+        chosen = decide(first(**changes), GateSettings(**named))
+        assert chosen.promote and chosen.outcome.startswith("promoted")
+        assert ("by choice: gate.min_speedup = 0" in chosen.outcome) == ("min_speedup" in choice)
+        assert decision.outcome == f"refused: {'; '.join(decision.reasons)}"

@@ -168,7 +168,8 @@ def test_fetch_of_another_target_says_which_exist(
 ) -> None:
     register("two", OTHER)
     known = re.escape(f"targets with a champion: target-aa ({'a' * 12})")
-    with pytest.raises(RegistryError, match=f"bbbbbbbbbbbb: has no champion in the registry; {known}$"):
+    named = "version 1 is its candidate, which `--alias candidate` fetches"
+    with pytest.raises(RegistryError, match=f"bbbbbbbbbbbb: has no champion in the registry; {named}; {known}$"):
         fetch(tracking, OTHER, tmp_path / "out")
     near = "a" * 12 + "9" * 52
     with pytest.raises(RegistryError, match="is for target aaaa"):

@@ -44,6 +44,18 @@ def test_a_card_says_what_serves_the_draft_and_what_it_was_worth(tmp_path: Path)
     assert find_plan(tmp_path) == FoundPlan(TREE)
     assert record["family"] == "eagle3" and record["notes"] == list(command.notes)
 
+    # What the gate knows more, an interval and its decision, is said, and carried over to a copy's card.
+    (tmp_path / "judged").mkdir()
+    write_draft(heads.eagle3(), tmp_path / "judged", "vllm", 3, VERIFIER)
+    more = facts._replace(speedup_interval=(1.06, 1.87), decision="refused: too few clusters to tell")
+    write_card(tmp_path / "judged", str(tmp_path), "vllm", FoundPlan(TREE), more, TARGET)
+    card = (tmp_path / "judged" / "README.md").read_text()
+    assert "| expected speed-up | 1.19x [1.06, 1.87] over plain decoding (batch 1 on two cores) |" in card
+    assert "| the gate | refused: too few clusters to tell |" in card
+    record = json.loads((tmp_path / "judged" / "serve.json").read_text())
+    assert (record["speedup_interval"], record["decision"]) == ([1.06, 1.87], more.decision)
+    assert facts_of(tmp_path / "judged", "model").worth == more.worth
+
     # An engine's format has the chain that the engine drafts.
     (tmp_path / "x").mkdir()
     write_card(tmp_path / "x", str(tmp_path), "sglang", FoundPlan(TREE), facts, None)
