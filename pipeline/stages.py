@@ -96,13 +96,6 @@ class Stages:
             sorted(fingerprint.of_file(base / path / MIX_MANIFEST) for path in settings.ancestors),
             self.space.ancestors,
         ]
-        # Mixes before these rules do not mark them.
-        if any(source.kind == "litellm" for source in settings.sources):
-            inputs.append("calls that may lack their system prompt")
-        if any(source.kind == "sglang" for source in settings.sources):
-            inputs.append("prompts that were served")
-        if any(source.kind in ("openai", "litellm", "langfuse", "sharegpt") for source in settings.sources):
-            inputs.append("texts, bodies and times as they were sent")
         # Prompts that the target writes change with it.
         if self.asks_target:
             inputs.append(self.space.target_fingerprint)
