@@ -1,18 +1,37 @@
 """Progress of running work: a live bar on a terminal, a plain line every ten seconds in logs and pipes.
 
-Everything goes to standard error, so that standard output stays clean for results.
+Progress goes to standard error, so that standard output stays clean for results.
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import TypeVar
 
-from rich.console import Console
+import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.segment import Segment
 
 from .masking import masked
+
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Console(rich.console.Console):
+    """A console whose texts control no terminal: what files and servers hold may stand in them."""
+
+    def render(
+        self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Segments with control characters but newlines and tabs spelt out; rich's own are apart from texts."""
+        for segment in super().render(renderable, options):
+            if segment.control or not _CONTROLS.search(segment.text):
+                yield segment
+            else:
+                yield Segment(_CONTROLS.sub(lambda mark: repr(mark[0])[1:-1], segment.text), segment.style)
+
 
 console = Console(stderr=True, highlight=False)
 PLAIN_EVERY_SECONDS = 10.0

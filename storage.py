@@ -93,6 +93,9 @@ def parse_json(text: str | bytes) -> Any:
 
 def read_json(path: Path) -> Any:
     """Read JSON. Raises MissingFileError or CorruptDataError, both naming the file."""
+    # A pipe or a device in a stranger's folder would never end.
+    if path.exists() and not path.is_file():
+        raise CorruptDataError(f"{path}: must be a regular file")
     try:
         return parse_json(path.read_bytes())
     except FileNotFoundError:

@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..progress import Console
 from ..specdec.drafts.layer_skip import SkippedLayers
 from ..storage import size_text
 from .acceptance import Estimate

@@ -20,13 +20,12 @@ from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from packaging.version import Version
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..errors import DraftforgeError
 from ..masking import masked
-from ..progress import say
+from ..progress import Console, say
 from ..registry.settings import RegistrySettings
 from ..registry.store_address import resolve_uri
 from ..storage import size_text

@@ -1,9 +1,8 @@
 """Answers that the doctor replays a draft along: recorded ones, or the target's own to prompts given or shipped."""
 
 import itertools
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +12,14 @@ from ..data.record_outcomes import SourceCounts
 from ..data.settings import FileSource
 from ..data.sources import detect_kind, read_records
 from ..data.store import MANIFEST, Capture
-from ..errors import InputError, MissingFileError
+from ..errors import DraftforgeError, InputError, MissingFileError
 from ..progress import bar, say
 from ..specdec.decoder import decode_rounds
 from ..specdec.replay.target_trace import RecordedAnswer
 from ..specdec.requests import DecodeRun, Request
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.targets import Target
-from ..storage import read_object
+from ..storage import parse_json, read_object
 
 MOST_ANSWERS, NEW_TOKENS = 200, 64
 """Answers that are replayed, and tokens of those that the target is asked for."""
@@ -91,7 +90,7 @@ def _of_ids(place: Path, target: Target) -> Iterator[Asked]:
     with place.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                raw = json.loads(line)
+                raw = parse_json(line)
             except ValueError:
                 return
             if not isinstance(raw, dict) or "prompt_ids" not in raw:
@@ -165,10 +164,13 @@ def answered(target: Target, asked: Sequence[Asked]) -> list[RecordedAnswer]:
     return long_enough
 
 
-def rendered_otherwise(target: Target, draft: Path, asked: Sequence[Asked]) -> Iterator[tuple[str, str, list[Asked]]]:
+def rendered_otherwise(
+    target: Target, draft: Path, asked: Sequence[Asked], note: Callable[[str], None]
+) -> Iterator[tuple[str, str, list[Asked]]]:
     """Some of the prompts in other forms: hypothesis, what is changed, and the prompts.
 
     Thinking switched on and off where the target's chat template knows that, the draft's own template, and none.
+    `note` is told of a template that cannot be read or fails.
     """
     spoken = [one for one in asked if one.messages]
     spoken = spoken[:: max(1, len(spoken) // _OTHER_FORMS)][:_OTHER_FORMS]
@@ -181,12 +183,19 @@ def rendered_otherwise(target: Target, draft: Path, asked: Sequence[Asked]) -> I
             told = f"{name} {str(value).lower()} in the prompts' template"
             yield "thinking on or off", told, [_rendered(target, one.messages, "", {name: value}) for one in spoken]
     # 2) Another template, or none.
-    own = _template_of(draft if draft.is_dir() else draft.parent)
+    own = None
+    try:
+        own = _template_of(draft if draft.is_dir() else draft.parent)
+    except (DraftforgeError, OSError, ValueError) as error:
+        note(f"the template that lies beside the draft is not tried: {error}")
     others = {"the template that lies beside the draft": own} if own and own != template else {}
     for told, other in {**others, "prompts without a chat template": None}.items():
         target.tokenizer.chat_template = other
         try:
             yield "another template", told, [_rendered(target, one.messages, "", {}) for one in spoken]
+        except DraftforgeError as error:
+            # The error names the tokenizer's place, which is the target's.
+            note(f"{told} is not tried: {str(error).removeprefix(f'{target.tokenizer.name_or_path}: ')}")
         finally:
             target.tokenizer.chat_template = template
 

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+
+from ..progress import Console
 
 Verdict = Literal["healthy", "fault", "undertrained", "low", "engine"]
 EXIT_CODES: dict[Verdict, int] = {"healthy": 0, "fault": 5, "undertrained": 5, "low": 5, "engine": 3}
@@ -45,9 +47,10 @@ def print_diagnosis(found: Diagnosis) -> None:
     """Print a diagnosis for people."""
     # 1) The verdict, and acceptance as it is and as it is restored.
     console = Console(highlight=False)
-    console.print(f"{found.draft}: [bold]{_HEADS[found.verdict]}[/]", soft_wrap=True)
+    console.print(f"{_line(escape(found.draft))}: [bold]{_HEADS[found.verdict]}[/]", soft_wrap=True)
     about = f"family {found.family}, layout {found.layout}, K={found.draft_tokens}"
-    console.print(f"{about}, {found.answers} answers of {found.target} at temperature 0", style="dim", soft_wrap=True)
+    about += f", {found.answers} answers of {found.target} at temperature 0"
+    console.print(_line(about), style="dim", soft_wrap=True, markup=False)
     table = Table(box=None, pad_edge=False)
     for title in ("", "tau", "first token accepted", "by position"):
         table.add_column(title)
@@ -75,7 +78,12 @@ def print_diagnosis(found: Diagnosis) -> None:
     if found.corrected is not None:
         lines.append(f"the corrected draft: {found.corrected}")
     for line in lines:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(_line(line), soft_wrap=True, markup=False)
+
+
+def _line(text: str) -> str:
+    """A text as one line: names in it are strangers', and may hold newlines."""
+    return text.replace("\n", "\\n")
 
 
 def _shown(figure: dict[str, Any], form: str) -> str:

@@ -5,6 +5,7 @@ readings are tried (`eval/diagnosis.py`); where it is healthy and the served cou
 """
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -53,6 +54,7 @@ GROWN_STEPS = 150
 _RECORD_MARGIN = 0.1
 """Share of the recorded tau beyond 1 that other prompts may cost."""
 _SEARCH_SECONDS = 900.0
+_MOST_TAU = 1e6
 _OWN_ANSWERS = 0.9
 """Share of recorded tokens that must be the target's first choices, for answers to count as its own at T=0."""
 
@@ -89,6 +91,11 @@ class Examination:
         self._place, self._options = Path(options.draft), options
         if not self._place.exists():
             raise MissingFileError(f"--draft {self._place}: no such file or folder")
+        # Before the search, which takes minutes.
+        name = self._place.stem if self._place.is_file() else self._place.name
+        self._corrected = self._place.with_name(f"{name}-corrected")
+        if os.path.lexists(self._corrected) and not (self._corrected / REPORT_FILE).is_file():
+            raise OwnershipError(f"{self._corrected}: exists, and was not written by the doctor; move it away")
         self._served = None
         if options.served is not None:
             self._served = counters_of(_text(options.served), f"--served {options.served}")
@@ -176,7 +183,7 @@ class Examination:
             return [Patient(on_device(Reading(draft), self._target), ())], ""
         self._evidence.append(f"the files cannot be read as they are: {refusal}")
         found = []
-        for one in repaired(self._place, refusal, self._target):
+        for one in repaired(self._place, refusal, self._target, self._evidence.append):
             self._dtype = one.draft.dtype
             found.append(Patient(on_device(Reading(one.draft), self._target), one.done))
         return found, refusal
@@ -201,18 +208,22 @@ class Examination:
             self._look_at(files.tensors)
         marks = None if files is None else files.tensors.get("t2d")
         special = {*target.tokenizer.all_special_ids, *target.tokenizer.get_added_vocab().values()}
+        if marks is not None and (marks.dim() != 1 or len(marks) > target.embedding_rows):
+            marks = None
         return Scene(target, None if marks is None else marks.bool(), own_ids, tuple(sorted(special)))
 
     def _look_at(self, tensors: dict[str, torch.Tensor]) -> None:
         """Note tensors that look as if nothing had filled them."""
         for name, tensor in tensors.items():
-            if name == "d2t" and len(tensor) < self._target.vocab_size and not bool(tensor.any()):
+            if name == "d2t" and tensor.numel() < self._target.vocab_size and not bool(tensor.any()):
                 self._suspects.append(
                     (_UNFILLED, "d2t is all zeros: the first ids of the target's vocabulary are drafted")
                 )
             elif not tensor.is_floating_point() or tensor.numel() < 2 or name.endswith("bias"):
                 continue
-            elif not bool(torch.isfinite(tensor).all()):
+            # torch cannot ask whether 8-bit floats are finite.
+            tensor = tensor.float() if tensor.element_size() == 1 else tensor
+            if not bool(torch.isfinite(tensor).all()):
                 self._suspects.append((_UNFILLED, f"tensor {name} has values that are not finite"))
             elif bool((tensor == tensor.flatten()[0]).all()):
                 self._suspects.append((_UNFILLED, f"tensor {name} holds {float(tensor.flatten()[0]):g} everywhere"))
@@ -259,7 +270,7 @@ class Examination:
         except DraftforgeError:
             return known, None
         tau, plan = record.get("tau"), find_plan(self._place).plan
-        if not isinstance(tau, float | int) or plan.tree is not None:
+        if not isinstance(tau, float | int) or not 0 < tau < _MOST_TAU or plan.tree is not None:
             return known, None
         return known | {"tau": float(tau)}, 1 + (float(tau) - 1) * (1 - _RECORD_MARGIN)
 
@@ -297,7 +308,7 @@ class Examination:
 
     def _other_prompts(self, search: Search, reading: Reading, now: Acceptance) -> list[dict[str, Any]]:
         """The other form of prompts on which the draft is accepted as it should be; none where there is none."""
-        for name, what, asked in rendered_otherwise(self._target, self._place, self._asked):
+        for name, what, asked in rendered_otherwise(self._target, self._place, self._asked, self._evidence.append):
             other = ReplayBench(self._target, answered(self._target, asked), search.bench.K, search.bench.layers)
             other.capture(lambda *_: None)
             after = other.measure(reading)
@@ -338,14 +349,12 @@ class Examination:
 
     def _write(self, reading: Reading, diagnosis: Diagnosis) -> str | None:
         """Write the corrected draft beside the draft, read back; None where no config can say what is changed."""
-        place = self._place.with_name(f"{self._place.stem if self._place.is_file() else self._place.name}-corrected")
+        place = self._corrected
         if reading.tampered or reading.before_norm or reading.shift:
             self._evidence.append(
                 "no config says what restores it: train it as it is served, or serve it as it was trained"
             )
             return None
-        if place.exists() and not (place / REPORT_FILE).is_file():
-            raise OwnershipError(f"{place}: exists, and was not written by the doctor; move it away")
         layout = NATIVE
         with suppress(DraftforgeError):
             layout = layout_of(self._place)
@@ -376,9 +385,13 @@ class Examination:
             files = read_files(self._place)
         except DraftforgeError:
             files = None
-        known = {} if files is None else files.config.get("speculators_config", {}).get("verifier", {})
+        said = None if files is None else files.config.get("speculators_config")
+        known = said.get("verifier") if isinstance(said, dict) else None
+        known = known if isinstance(known, dict) else {}
         name = known.get("name_or_path") or (files.config.get("base_model_name_or_path") if files else None)
-        architectures = known.get("architectures") or list(self._target.model.config.architectures or [])
+        architectures = known.get("architectures")
+        if not isinstance(architectures, list) or not all(isinstance(one, str) for one in architectures):
+            architectures = list(self._target.model.config.architectures or [])
         return Verifier(str(name or self._options.target), architectures)
 
     def _compare_served(self, bench: ReplayBench, reading: Reading, now: Acceptance, diagnosis: Diagnosis) -> None:

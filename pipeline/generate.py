@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from ..data.chat_template import render
@@ -15,7 +14,7 @@ from ..data.records import Record, request_of
 from ..errors import InputError, MissingFileError, RegistryError, one_line
 from ..eval.draft_configs import DraftConfig
 from ..eval.settings import SELECTION_SPLIT
-from ..progress import say
+from ..progress import Console, say
 from ..recipe import Recipe
 from ..registry.champion_alias import last_decision
 from ..registry.store_address import store_exists
@@ -126,7 +125,8 @@ def _request(prompt: str | None, options: GenerateOptions) -> Record:
         asked = request_of(body, where)
         unread = sorted(body.keys() - _FOLLOWED) if isinstance(body, dict) else []
         if unread:
-            say(f"{where}: not followed: {', '.join(unread)}; sampling and length are those of the options")
+            names = ", ".join(repr(name)[1:-1][:60] for name in unread)
+            say(f"{where}: not followed: {names}; sampling and length are those of the options")
     # 2) The system prompt.
     if options.system is None:
         return asked

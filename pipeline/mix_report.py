@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
 
 from .. import __version__, storage
 from ..data.conversation import SPLITS
@@ -23,7 +22,7 @@ from ..eval.report import svg
 from ..eval.report.charts import HEIGHT, Figure, bar_chart, curves
 from ..eval.report.page import render
 from ..eval.table import UNKNOWN, show_cells
-from ..progress import say
+from ..progress import Console, say
 from ..recipe import Recipe
 from ..specdec.target_settings import TargetSettings
 from ..specdec.targets import context_length

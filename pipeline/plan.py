@@ -20,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -31,6 +30,7 @@ from ..data.settings import CaptureSettings, DatasetSource, TargetSource
 from ..data.sources import read_records
 from ..data.stratify import lengths_of
 from ..errors import InputError, named
+from ..progress import Console
 from ..recipe import Recipe
 from ..specdec.loading import refused
 from ..specdec.models import CausalModel

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from ..errors import InputError, MissingFileError, refused_value
 from ..fingerprint import short
+from ..progress import Console
 from ..recipe import Recipe
 from ..registry.settings import RegistrySettings
 from ..registry.store_address import DATABASE_NAME, store_exists

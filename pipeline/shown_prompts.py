@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from rich.console import Console
 from rich.text import Text
 
 from ..data.chat_template import ids_of_prompt, turn_prompt
@@ -18,7 +17,7 @@ from ..data.logged_prompts import PromptCheck
 from ..data.mix import LEFT_OUT, ORIGINS, load_log, load_manifest, load_mix
 from ..data.split import unit
 from ..errors import DraftforgeError, InputError
-from ..progress import say
+from ..progress import Console, say
 from ..recipe import Recipe
 from ..specdec.targets import context_length, load_target_tokenizer, rendered_by_vllm, sampling_defaults
 from .mix_headline import PromptSample

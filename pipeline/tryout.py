@@ -11,14 +11,13 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table
 
 from ..data.chat_template import render
 from ..data.conversation import Message
 from ..data.mix import load_mix
 from ..errors import InputError, MissingFileError
-from ..progress import Advance, bar
+from ..progress import Advance, Console, bar
 from ..recipe import load_recipe
 from ..specdec.answers import Answer
 from ..specdec.serving_plan import ServingPlan

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftforge.errors import DiskFullError
-from draftforge.storage import Access, clear_leftover, new_folder, require_free_space, restrict, size_text
+from draftforge.errors import CorruptDataError, DiskFullError, FormatError
+from draftforge.specdec.formats.tensors import read_tensors
+from draftforge.storage import Access, clear_leftover, new_folder, read_json, require_free_space, restrict, size_text
 
 
 @pytest.mark.parametrize(
@@ -90,3 +91,13 @@ def test_a_folder_is_for_those_who_have_access(
     assert {stat.S_IMODE(path.stat().st_mode) for path in files[:2]} == {file_mode}
     assert stat.S_IMODE(outside.stat().st_mode) == 0o644  # what a link leads to is not of this folder
     assert os.access(root, os.R_OK)
+
+
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
+    """Both would hold the reader for ever."""
+    os.mkfifo(tmp_path / "config.json")
+    (tmp_path / "model.safetensors").symlink_to("/dev/zero")
+    with pytest.raises(CorruptDataError, match=r"config\.json: must be a regular file"):
+        read_json(tmp_path / "config.json")
+    with pytest.raises(FormatError, match=r"model\.safetensors: must be a regular file"):
+        read_tensors(tmp_path)

@@ -121,6 +121,9 @@ def weight_files(folder: Path) -> list[Path]:
     """Safetensors files of a folder, sorted. Raises MissingFileError, or for pickles FormatError with a command that
     converts them."""
     files = sorted(folder.glob("*.safetensors"))
+    odd = next((path for path in files if not path.is_file()), None)
+    if odd is not None and odd.exists():
+        raise FormatError(f"{odd}: must be a regular file")
     if files:
         return files
     # Without safetensors: name the pickle that most likely holds the weights.

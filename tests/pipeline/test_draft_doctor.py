@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from trained import Trained, sentences
 
 from draftforge import cli
+from draftforge.data.conversation import Message
 from draftforge.errors import InputError, MissingFileError, OwnershipError
 from draftforge.pipeline.cli_options import DraftDoctorOptions
-from draftforge.pipeline.doctor_report import Diagnosis
+from draftforge.pipeline.doctor_answers import Asked, rendered_otherwise
+from draftforge.pipeline.doctor_report import Diagnosis, print_diagnosis
 from draftforge.pipeline.draft_doctor import Examination
 from draftforge.specdec.decoder import decode_rounds
 from draftforge.specdec.requests import DecodeRun, Request
@@ -172,10 +174,55 @@ def test_a_folder_that_the_doctor_did_not_write_is_kept(
     place = tmp_path / "head"
     shutil.copytree(trained_drafts.draft_folders["eagle3"], place)
     (tmp_path / "head-corrected").mkdir()
-    work = Examination(DraftDoctorOptions(draft=place, target=answering.settings.model), answering)
-    (patient,), _ = work._patients()
     with pytest.raises(OwnershipError, match="was not written by the doctor"):
-        work._write(patient.reading, Diagnosis("fault", "", "eagle3", "eagle3", "", 3, 0, None))
+        Examination(DraftDoctorOptions(draft=place, target=answering.settings.model), answering)
+
+
+def test_files_of_strangers_are_looked_at_without_a_defect(
+    trained_drafts: Trained, answering: Target, tmp_path: Path
+) -> None:
+    place = tmp_path / "head"
+    shutil.copytree(trained_drafts.draft_folders["eagle3"], place)
+    tensors = load_file(place / "model.safetensors")
+    tensors |= {
+        "d2t": torch.tensor(5),
+        "t2d": torch.zeros(3, 2),
+        "fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn),
+    }
+    save_file(tensors, place / "model.safetensors")
+    config = json.loads((place / "config.json").read_text())
+    options = DraftDoctorOptions(draft=place, target=answering.settings.model)
+    for said in ([1], "x", {"verifier": "x"}, {"verifier": {"name_or_path": {}, "architectures": 5}}):
+        (place / "config.json").write_text(json.dumps(config | {"speculators_config": said}))
+        work = Examination(options, answering)
+        assert work._scene().vocabulary_marks is None
+        assert work._verifier().architectures == list(answering.model.config.architectures)
+    for tau in ("NaN", "Infinity", "-1", "9" * 400):
+        (place / "serve.json").write_text(f'{{"tau": {tau}, "plan": {{"draft_tokens": 3, "chain_tokens": 3}}}}')
+        assert "tau" not in work._expected()[0]
+
+
+@pytest.mark.parametrize("template", [b"\xff\xfe", b"{% for", b"{{ raise_exception('no') }}"])
+def test_a_bad_template_beside_a_draft_is_told(answering: Target, tmp_path: Path, template: bytes) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(template)
+    own, told = getattr(answering.tokenizer, "chat_template", None), list[str]()
+    answering.tokenizer.chat_template = "{{ messages[0].content }}"
+    try:
+        asked = [Asked([1], [], (Message(role="user", content="what is this"),))]
+        forms = [what for _, what, _ in rendered_otherwise(answering, tmp_path, asked, told.append)]
+        assert answering.tokenizer.chat_template == "{{ messages[0].content }}"
+    finally:
+        answering.tokenizer.chat_template = own
+    assert forms == ["prompts without a chat template"]
+    assert len(told) == 1 and told[0].startswith("the template that lies beside the draft is not tried: ")
+
+
+def test_a_report_shows_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Diagnosis("fault", "[/bold] x\nerror: fake", "eagle3", "vllm", "[/red]", 3, 0, None)
+    found.evidence.append("tensor a\x1b]0;pwned\nerror: fake")
+    print_diagnosis(found)
+    shown = capsys.readouterr().out
+    assert r"[/bold] x\nerror: fake: at fault" in shown and r"seen: tensor a\x1b]0;pwned\nerror: fake" in shown
 
 
 def test_options_of_a_draft_need_one(capsys: pytest.CaptureFixture[str]) -> None:
