@@ -4,8 +4,6 @@ import io
 import math
 from dataclasses import replace
 
-from rich.console import Console
-
 from draftforge.eval.acceptance import Estimate
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.leaderboard import DomainRow, Row
@@ -13,6 +11,7 @@ from draftforge.eval.serving_load import BatchFigures, BreakEvenPoint, LoadFigur
 from draftforge.eval.speedup import Gain
 from draftforge.eval.summary import outcome
 from draftforge.eval.table import domain_cells, leaderboard_cells, plain_text, show_domains, show_leaderboard, show_load
+from draftforge.progress import Console
 
 NAN = math.nan
 SMALL = Row(

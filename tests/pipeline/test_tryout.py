@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 from draftforge.errors import InputError, MissingFileError
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.pipeline import tryout
 from draftforge.pipeline.cli_options import TARGET
 from draftforge.pipeline.generate import GeneratedAnswer
+from draftforge.progress import Console
 from draftforge.recipe import load_recipe
 from draftforge.specdec.answers import Answer
 from draftforge.specdec.requests import Generation, Round
