@@ -61,6 +61,7 @@ _RULES = [
     (rf"({_STARTS}{_NAME}[\"']\s{{0,8}}:\s{{0,8}}[\"']){_VALUE}", rf"\1{MASK}"),
     (rf"(?<![.\w-])({_NAME}\s{{0,8}}:\s{{1,8}})(?=\S{{0,256}}\d){_VALUE}", rf"\1{MASK}"),
     # Keys that their form gives away.
+    (r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[\w\s+/=:,.\\-]*", MASK),
     (
         r"(?<![\w-])(?:(?:sk|rk)[-_](?=[\w-]{0,256}\d)[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}"
         r"|glpat-[\w-]{16,}|hf_\w{16,}|xox[abeoprs]-[\w-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}"
@@ -81,6 +82,11 @@ def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
     for pattern, instead in _PATTERNS:
         text = pattern.sub(instead, text)
     return text
+
+
+def holds_key(text: str) -> bool:
+    """Whether a text holds a key that its form gives away, whatever names stand beside it."""
+    return any(pattern.search(text) for pattern, _ in _PATTERNS[-2:])
 
 
 def masked_value(value: Any) -> Any:

@@ -210,7 +210,7 @@ def fetch_command(space: Workspace, out: str, target_fingerprint: str, options: 
 def say_assumed(folder: Path) -> None:
     """Say what is assumed of a draft's folder without a plan."""
     if assumed := find_plan(folder).assumed:
-        say(assumed)
+        say(f"{folder}: {assumed}")
 
 
 def export_draft(

@@ -1,12 +1,13 @@
 """`draftforge push`: upload a draft with its model card to a repository of the Hugging Face hub."""
 
-import json
+import ipaddress
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+from urllib.parse import urlsplit
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCardData
 from huggingface_hub.errors import (
@@ -15,9 +16,10 @@ from huggingface_hub.errors import (
     LocalTokenNotFoundError,
     RepositoryNotFoundError,
 )
+from safetensors import SafetensorError, safe_open
 
-from ..errors import HubError, InputError, MissingFileError, RegistryError, one_line
-from ..masking import masked
+from ..errors import FormatError, HubError, InputError, MissingFileError, RegistryError, one_line
+from ..masking import holds_key, masked
 from ..progress import say
 from ..recipe import load_recipe
 from ..registry.artifacts import pickles
@@ -29,7 +31,7 @@ from ..specdec.formats.layouts import NATIVE, layout_of
 from ..specdec.model_card import CARD_FILE, DraftFacts, card_files, facts_of, write_card
 from ..specdec.serving_plan import PLAN_FILE, find_plan
 from ..specdec.target_settings import TargetSettings
-from ..storage import read_object, size_text
+from ..storage import lies_inside, parse_json, read_object, size_text
 from .cli_options import PushOptions
 from .export import say_assumed, version_facts
 from .registry_listing import open_store
@@ -37,10 +39,29 @@ from .staleness import is_hub_id
 from .workspace import Workspace
 
 _HUB_SECONDS = 10.0
+_MOST_NAMES = 10  # of files left out, in one line
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _LOCAL_PATH = re.compile(r"(?:/|~/|\.{1,2}/|[A-Za-z]:\\).+", re.DOTALL)
-_OF_THE_TOKENIZER = re.compile(r"tokenizer.*|vocab.*|merges.*|.*_tokens?(_map)?\.json|chat_template.*")
+_PATH_INSIDE = re.compile(
+    r"file://|(?<![\w./~-])~[\w.-]*/\w|(?<![A-Za-z])[A-Za-z]:[\\/](?!/)|\\\\[\w.-]+\\|\$\{?HOME\b|%USERPROFILE%"
+    r"|(?<![\w./~-])/(?:home|Users|root|tmp|var|mnt|data|etc|opt|srv|scratch|work|workspace|private|Volumes|media|nfs)/"
+)
+"""A path of a machine within a sentence."""
+_ADDRESS = re.compile(r"https?://[^\s\"'<>)]+", re.IGNORECASE)
+_PRIVATE_NAMES = (".internal", ".local", ".lan", ".corp", ".intranet", ".home", ".private")
+_WEIGHTS = re.compile(r".+\.(?:safetensors|gguf)")
+_VOCABULARY = re.compile(r"tokenizer\.json|tekken\.json|vocab\.(?:json|txt)|merges\.txt|.+\.(?:model|tiktoken)")
+"""Files of tokens, which may look like anything."""
+_OF_THE_TOKENIZER = re.compile(
+    r"(?:tokenizer_config|special_tokens_map|added_tokens)\.json|chat_template\.(?:jinja|json)"
+)
 """Files that come with the target as they are: names such as `image_token` in them are no secrets."""
+_OTHERS = re.compile(
+    r"(?:config|generation_config|serve|draftforge|.+\.safetensors\.index)\.json"
+    r"|README\.md|(?:LICENSE|LICENCE|NOTICE)(?:\.(?:md|txt))?"
+)
+_KINDS = (_WEIGHTS, _VOCABULARY, _OF_THE_TOKENIZER, _OTHERS)
+"""Names of all files that go along."""
 _LIBRARIES: dict[Format, str] = {"sglang": "sglang", "speculators": "speculators", "gguf": "gguf", "medusa": "medusa"}
 
 
@@ -82,6 +103,14 @@ def push(source: str, repository: str, options: PushOptions) -> None:
             if found := pickles(folder, names):
                 raise InputError(f"{found[0]}: is a pickle; it is not pushed")
         files = made | files
+        left = sorted(name for name in files if not any(kind.fullmatch(Path(name).name) for kind in _KINDS))
+        if left:
+            more = ", ..." if len(left) > _MOST_NAMES else ""
+            say(f"left out, as no part of a draft: {len(left)} files ({', '.join(left[:_MOST_NAMES])}{more})")
+        files = {name: path for name, path in files.items() if name not in left}
+        for name, path in files.items():
+            if not lies_inside(beside if made.get(name) == path else draft.folder, path):
+                raise InputError(f"{name}: is a link out of the draft's folder; put a copy there before it is pushed")
         for name, path in files.items():
             _check_private(name, path)
         # 3) Show it, or send it.
@@ -128,7 +157,10 @@ def _version(tracking: Tracking, address: str) -> Version:
 def _named_target(folder: Path) -> str:
     """Name of the target that a draft's `serve.json` holds; "its target" where there is none."""
     known = read_object(folder / PLAN_FILE) if (folder / PLAN_FILE).is_file() else {}
-    return Path(str(known.get("target") or "its target")).name
+    name = known.get("target") or "its target"
+    if not isinstance(name, str):
+        raise FormatError(f"{folder / PLAN_FILE}: target: must be text")
+    return Path(name).name
 
 
 def _served_target(target: TargetSettings | None, base_model: str | None) -> TargetSettings | None:
@@ -183,21 +215,70 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _check_private(name: str, path: Path) -> None:
-    """Raise InputError where a file of settings or text holds a secret or a local path."""
-    if path.suffix not in (".json", ".md", ".txt", ".yaml") or _OF_THE_TOKENIZER.fullmatch(path.name):
-        return
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if masked(text) != text:
+    """Raise InputError where a file's text, or its weights' metadata, holds a secret or names a place of a network or
+    machine; FormatError where it cannot be read."""
+    own = _OTHERS.fullmatch(path.name) is not None
+    values, text = [], ""
+    if path.suffix == ".safetensors":
+        values = list(_texts(_metadata_of(path)))
+        text = "\n".join(f"{key}: {value}" for key, value in values)
+    elif not _WEIGHTS.fullmatch(path.name) and path.suffix not in (".model", ".tiktoken"):
+        try:
+            text = path.read_bytes().decode("utf-8")
+            values = list(_texts(parse_json(text))) if path.suffix == ".json" else []
+        except ValueError as error:
+            raise FormatError(f"{name}: must be UTF-8 text, and valid JSON if it is .json ({error})") from None
+    # Names say secret in files of ours; a tokenizer's have a meaning of their own.
+    secret = masked(text) != text if own or path.suffix == ".safetensors" else holds_key(text)
+    if secret or any(holds_key(value) for _, value in values):
         raise InputError(f"{name}: holds what looks like a secret; take it out before the draft is pushed")
-    for key, value in _texts(json.loads(text)) if path.suffix == ".json" else ():
-        if _LOCAL_PATH.fullmatch(value):
-            raise InputError(f"{name}: {key} = {value}: is a path of this machine; take it out, or name a hub id")
+    # Tokens and templates are text of the target's, with slashes of their own.
+    if _VOCABULARY.fullmatch(path.name) or path.suffix == ".jinja":
+        return
+    if not values:
+        values = [("text", line) for line in text.splitlines()]
+    for key, value in values:
+        if not own and re.search(r"(?:chat_)?template|(?:^|\.)content$|_tokens?(?:\.|$)", key):
+            continue
+        for one in (key, value):
+            whole = key != "text" and _LOCAL_PATH.fullmatch(one)
+            if whole or _PATH_INSIDE.search(one) or _names_private_host(one):
+                rule = "is a path of this machine" if whole else "names a place of a machine or a private network"
+                shown = f"{key} = {value[:200]}".encode("utf-8", "backslashreplace").decode()
+                raise InputError(f"{name}: {shown}: {rule}; take it out, or name a hub id")
+
+
+def _metadata_of(path: Path) -> Any:
+    """Metadata in the header of a safetensors file. Raises FormatError."""
+    try:
+        with safe_open(path, "pt") as weights:
+            return weights.metadata() or {}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise FormatError(f"{path.name}: is no safetensors file ({one_line(error)})") from None
+
+
+def _names_private_host(text: str) -> bool:
+    """Whether a text holds an address of a host that only a private network knows; this machine's own is none."""
+    for address in _ADDRESS.findall(text):
+        try:
+            host = urlsplit(address).hostname or ""
+        except ValueError:  # brackets that hold no address
+            return True
+        try:
+            number = ipaddress.ip_address(host)
+        except ValueError:
+            if host != "localhost" and ("." not in host or host.endswith(_PRIVATE_NAMES)):
+                return True
+        else:
+            if number.is_private and not number.is_loopback and not number.is_unspecified:
+                return True
+    return False
 
 
 def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Texts of a JSON value with their dotted keys."""
-    if isinstance(value, str):
-        yield key, value
+    """Texts of a JSON value with their dotted keys; of other values the keys alone."""
+    if not isinstance(value, dict | list):
+        yield key, value if isinstance(value, str) else ""
     pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in pairs:
         yield from _texts(inner, f"{key}.{name}" if key else str(name))

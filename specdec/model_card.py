@@ -1,19 +1,23 @@
 """Files beside a draft that is handed out: `serve.json`, with plan and serving command, and a model card, README.md."""
 
+import re
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from .. import __version__
-from ..errors import CorruptDataError, MissingFileError
+from ..errors import CorruptDataError, FormatError, MissingFileError
 from ..fingerprint import short
 from ..storage import read_object, write_bytes
 from .formats import Format, meta_file, read_meta
 from .formats.layouts import NATIVE, family_at
 from .serve_commands import ServeCommand, serve_command
 from .serving_plan import ASSUMED, PLAN_FILE, FoundPlan, find_plan, write_plan
-from .serving_policy import ServingPolicy
+from .serving_policy import POLICY_FILES, ServingPolicy
 from .target_settings import TargetSettings
 
 CARD_FILE = "README.md"
@@ -51,26 +55,43 @@ class DraftFacts(NamedTuple):
         return f"{self.speedup:.2f}x{ends} over plain decoding" + (f" ({self.measured})" if self.measured else "")
 
 
+_FACTS = TypeAdapter(DraftFacts, config=ConfigDict(allow_inf_nan=False, str_max_length=1000))
+
+
 def facts_of(folder: Path, target: str) -> DraftFacts:
-    """Facts of a draft's own files: its lineage, and what an earlier `serve.json` said. `target`: its target's name."""
+    """Facts of a draft's own files: its lineage, and what an earlier `serve.json` said. `target`: its target's name.
+
+    Raises FormatError where that says what is no such fact.
+    """
     # An earlier copy may know the version and its figures.
+    path = (folder.parent if folder.is_file() else folder) / PLAN_FILE
     try:
-        known = read_object((folder.parent if folder.is_file() else folder) / PLAN_FILE)
+        known = read_object(path)
     except (MissingFileError, CorruptDataError):
         known = {}
     names = ("version", "tau", "speedup", "speedup_interval", "decision", "measured", "domains")
     carried = {name: known[name] for name in names if known.get(name)}
     if not meta_file(folder).is_file():
-        return DraftFacts(family_at(folder), target, **carried)
+        return _checked(path, DraftFacts(family_at(folder), target, **carried))
     meta = read_meta(folder)
-    return DraftFacts(meta.family, target, meta.target_fingerprint, step=meta.step, **carried)
+    return _checked(path, DraftFacts(meta.family, target, meta.target_fingerprint, step=meta.step, **carried))
+
+
+def _checked(path: Path, facts: DraftFacts) -> DraftFacts:
+    """The facts, each of its type. Raises FormatError naming the file and the fact."""
+    try:
+        return _FACTS.validate_python(facts._asdict())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ascii(".".join(map(str, first["loc"])))[1:-1]
+        raise FormatError(f"{path}: {where}: {first['msg']}") from None
 
 
 def card_files(folder: Path) -> set[str]:
     """Names of the files in a draft's folder that `write_card` wrote, which another copy writes anew."""
     if not (folder / PLAN_FILE).is_file():
         return set()
-    return {PLAN_FILE, CARD_FILE, find_plan(folder).plan.policy}
+    return {PLAN_FILE, CARD_FILE, *(POLICY_FILES & {find_plan(folder).plan.policy})}
 
 
 def write_card(
@@ -123,21 +144,21 @@ def _card(found: FoundPlan, facts: DraftFacts, command: ServeCommand) -> str:
     rows += [("expected speed-up", facts.worth)] if facts.worth else []
     rows += [("the gate", facts.decision)] if facts.decision else []
     domains = [
-        f"| {name} | {_number(row.get('tau'))} | {_number(row.get('speedup'), 'x')} |"
+        f"| {_text(name)} | {_number(row.get('tau'))} | {_number(row.get('speedup'), 'x')} |"
         for name, row in facts.domains.items()
     ]
     by_domain = ["", "On the holdout, by domain:", "", "| domain | tau | expected speed-up |", "|---|---|---|"]
     # 3) How to serve it.
     language = "python" if command.engine == "transformers" else "bash"
     lines = [
-        f"# Draft model for {facts.target}",
+        f"# Draft model for {_text(facts.target)}",
         "",
         "Drafts tokens for speculative decoding of this target alone: a changed target (weights, quantisation,",
         "adapter, tokenizer, template) needs its own draft.",
         "",
         "| | |",
         "|---|---|",
-        *(f"| {name} | {value} |" for name, value in rows),
+        *(f"| {name} | {_text(value)} |" for name, value in rows),
         *([*by_domain, *domains] if domains else []),
         "",
         f"## Serve it with {command.engine}",
@@ -150,6 +171,12 @@ def _card(found: FoundPlan, facts: DraftFacts, command: ServeCommand) -> str:
         f"Made by draftforge {__version__}; `{PLAN_FILE}` says the same for programs.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _text(value: str) -> str:
+    """A stranger's text on one line, as text: its Markdown and HTML mean nothing."""
+    line = "".join(one if one.isprintable() else " " for one in " ".join(value.split()))
+    return re.sub(r"[\\`|]|(?<=\])(?=\()", r"\\\g<0>", escape(line, quote=False))
 
 
 def _number(value: float | None, unit: str = "") -> str:

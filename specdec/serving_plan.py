@@ -71,7 +71,7 @@ class FoundPlan(NamedTuple):
 
     plan: ServingPlan
     assumed: str = ""
-    """What was assumed, in words, as no plan is there; empty: the plan was read."""
+    """What was assumed, in words without places of this disk, as no plan is there; empty: the plan was read."""
 
 
 def write_plan(folder: Path, plan: ServingPlan, record: dict[str, Any] | None = None) -> None:
@@ -129,9 +129,12 @@ def find_plan(place: Path) -> FoundPlan:
     """Plan of a draft's folder or file, or what is assumed for one without: what its own files say of K, else 4."""
     plan, folder = read_plan(place), place.parent if place.is_file() else place
     if plan is not None:
-        return FoundPlan(plan, str(read_object(folder / PLAN_FILE).get(ASSUMED, "")))
+        assumed = read_object(folder / PLAN_FILE).get(ASSUMED, "")
+        if not isinstance(assumed, str) or not assumed.isprintable():
+            raise FormatError(f"{folder / PLAN_FILE}: {ASSUMED}: must be one line of text")
+        return FoundPlan(plan, assumed)
     K, source = _named_tokens(folder)
-    return FoundPlan(ServingPlan.chain(K), f"{place} has no {PLAN_FILE}: K={K} is assumed, {source}")
+    return FoundPlan(ServingPlan.chain(K), f"the draft has no {PLAN_FILE}: K={K} is assumed, {source}")
 
 
 def holds_plan(folder: Path, plan: ServingPlan) -> bool:

@@ -32,6 +32,8 @@ _FILES: Mapping[PolicyEngine, str] = {
     "sglang": "policy-sglang.json",
     "tensorrt-llm": "policy-tensorrt-llm.yaml",
 }
+POLICY_FILES = frozenset(_FILES.values())
+"""Names of the files that hold a policy, one an engine."""
 assert set(POLICY_LAYOUTS) == set(get_args(PolicyEngine))
 
 

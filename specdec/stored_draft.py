@@ -108,7 +108,7 @@ class StoredDraft:
     def own_plan(self) -> ServingPlan:
         """Serving plan, as a chain where the draft drafts no trees; what is assumed of a draft without one is said."""
         if self.found_plan.assumed:
-            say(self.found_plan.assumed)
+            say(f"{self.path}: {self.found_plan.assumed}" if self.path is not None else self.found_plan.assumed)
         return self.plan if self.drafts_trees else self.plan.as_chain
 
     def plan_for(self, draft_tokens: int | None = None) -> ServingPlan:

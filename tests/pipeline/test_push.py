@@ -3,14 +3,16 @@
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import heads
 import pytest
+import torch
 import yaml
 from hub import Hub, hub_stand_in
+from safetensors.torch import save_file
 
 from draftforge.cli import main
 from draftforge.specdec.formats import write_draft
@@ -28,6 +30,8 @@ FACTS = DraftFacts(
     "batch 1 on two cores",
     {"support": {"tau": 2.34, "speedup": 1.4}, "code": {"tau": 1.5, "speedup": None}},
 )
+
+WEIGHTS = {"a": torch.zeros(1)}
 
 
 @pytest.fixture
@@ -185,3 +189,123 @@ def test_a_hub_that_refuses_and_one_that_is_away(
     hub.down = True
     assert push(draft, "me/heads", "--license", "mit") == 3
     assert "me/heads: the hub does not take it (" in capsys.readouterr().err
+
+
+def set_config(draft: Path, name: str, value: object) -> None:
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, name: value}))
+
+
+def refused(draft: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> str:
+    """Last line of a push that is refused, which sends nothing and ends in one line."""
+    assert push(draft, "me/heads", "--license", "mit") == 2 and not hub.repositories
+    said: str = capsys.readouterr().err.splitlines()[-1]
+    return said
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("see /scratch/ann/x", "file:///x", "~ann/x", "C:/ann", "\\\\srv\\share", "$HOME/x", "../x"),
+        *("http://mlflow.internal:5000/x", "http://tracker/x", "at https://10.0.0.3/x", "http://[fd00::1]/"),
+    ],
+)
+def test_no_place_of_a_machine_or_network_goes_along(
+    value: str, draft: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_config(draft, "note", value)
+    assert "config.json: note = " in refused(draft, hub, capsys)
+    set_config(draft, "note", "")
+    set_config(draft, value, 1)
+    assert "config.json: " in refused(draft, hub, capsys)
+
+
+def test_public_addresses_and_this_machines_own_go_along(draft: Path, hub: Hub) -> None:
+    set_config(draft, "note", "https://huggingface.co/home/x, http://127.0.0.1:30000/v1 and http://localhost:8000/")
+    (draft / "LICENSE").write_text("http://www.apache.org/licenses/ and/or others")
+    assert push(draft, "me/heads", "--license", "mit") == 0
+    assert "LICENSE" in hub.files["me/heads"]
+
+
+def test_only_files_of_a_draft_go_along_and_the_others_are_named(
+    draft: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text("private")
+    for name in ("notes", "train.csv", "secrets.env", "x.yaml", "policy-vllm.yaml", "x.json"):
+        (draft / name).write_text("api_key=abcdef123456")
+    (draft / "extra").symlink_to(tmp_path / "key")
+    (draft / "tokenizer_config.json").write_text(json.dumps({"image_token": "<image>", "chat_template": "/think"}))
+    assert push(draft, "me/heads", "--license", "mit") == 0
+    sent = {"README.md", "config.json", "model.safetensors", "serve.json", "tokenizer_config.json"}
+    assert hub.files["me/heads"].keys() == sent
+    assert "left out, as no part of a draft: 7 files (extra, notes, policy-vllm.yaml, " in capsys.readouterr().err
+
+
+def test_a_link_out_of_the_folder_is_refused(
+    draft: Path, hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text("private")
+    (draft / "LICENSE").symlink_to(tmp_path / "key")
+    assert "LICENSE: is a link out of the draft's folder" in refused(draft, hub, capsys)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder: save_file(
+            {"a": torch.zeros(1)}, folder / "b.safetensors", {"cmd": "train --token hf_" + "a" * 20}
+        ),
+        lambda folder: save_file({"a": torch.zeros(1)}, folder / "b.safetensors", {"cmd": "train /scratch/ann/x"}),
+        lambda folder: (folder / "LICENSE").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nabc"),
+        lambda folder: (folder / "tokenizer_config.json").write_text('{"auth_token": "hf_' + "a" * 20 + '"}'),
+        lambda folder: (folder / "tokenizer_config.json").write_text('{"name_or_path": "/scratch/ann/x"}'),
+        lambda folder: (folder / "generation_config.json").write_text("{nope"),
+        lambda folder: (folder / "generation_config.json").write_text("[" * 2000 + "]" * 2000),
+        lambda folder: (folder / "generation_config.json").write_text("1" * 5000),
+        lambda folder: (folder / "generation_config.json").write_bytes(b'\xff{"a": 1}'),
+    ],
+)
+def test_what_weights_texts_and_configs_hold_is_read(
+    write: Callable[[Path], object], draft: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(draft)
+    assert re.search(r"(b\.safetensors|LICENSE|_config\.json): ", refused(draft, hub, capsys))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("tau", value) for value in ("x", [1], float("inf"), float("nan"), 10**400)),
+        *(("domains", value) for value in ([1], {"a": 1}, "abc", {"a": {"tau": "x"}}, {"\ud800": {"tau": 1}})),
+        *(("speedup", {"a": 1}), ("version", [1]), ("measured", "\ud800"), ("target", "\ud800"), ("target", {"a": 1})),
+        *(("assumed", 5), ("assumed", "a\nb"), ("measured", "x" * 1001)),
+    ],
+)
+def test_figures_that_are_none_are_refused(
+    name: str, value: object, draft: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = json.loads((draft / "serve.json").read_text())
+    (draft / "serve.json").write_text(json.dumps({**known, name: value}))
+    assert f"serve.json: {name}" in refused(draft, hub, capsys)
+
+
+def test_a_strangers_words_are_text_in_the_card(draft: Path, hub: Hub) -> None:
+    known = json.loads((draft / "serve.json").read_text())
+    bad = "a | b\n---\n```\n<script>[x](http://e.org)"
+    plan = {**known["plan"], "policy": "model.safetensors"}
+    changed = {"target": bad, "version": bad, "measured": bad, "domains": {bad: {"tau": 1}}, "plan": plan}
+    (draft / "serve.json").write_text(json.dumps({**known, **changed}))
+    assert push(draft, "me/heads", "--license", "mit") == 0
+    sent = hub.files["me/heads"]
+    card = sent["README.md"].decode()
+    assert "<script>" not in card and "](" not in card and card.count("---\n") == 2 and card.count("```") == 2
+    assert "a \\| b --- \\`\\`\\` &lt;script&gt;[x]\\(http://e.org)" in card
+    assert "model.safetensors" in sent  # a plan's policy is no other file
+
+
+def test_a_draft_without_a_plan_names_no_folder_of_this_disk(draft: Path, hub: Hub) -> None:
+    for name in ("serve.json", "README.md"):
+        (draft / name).unlink()
+    assert push(draft, "me/heads", "--license", "mit") == 0
+    record = json.loads(hub.files["me/heads"]["serve.json"])
+    assert record["assumed"].startswith("the draft has no serve.json: K=") and draft.name not in json.dumps(record)

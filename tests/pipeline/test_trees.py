@@ -135,7 +135,7 @@ def test_generate_drafts_a_tree_of_the_recipe_or_of_the_plan(
     (planned / "serve.json").unlink()
     folder = str(planned)
     assert said(None).config == DraftConfig(4)
-    assert f"{planned} has no serve.json: K=4 is assumed" in capsys.readouterr().err
+    assert f"{planned}: the draft has no serve.json: K=4 is assumed" in capsys.readouterr().err
 
     # The same draft twice is as good as two: the second chain is drawn with numbers of its own.
     merged = {"both": {"kind": "merged", "levels": 2, "drafts": [folder]}}

@@ -95,7 +95,7 @@ def test_what_is_assumed_without_a_plan(tmp_path: Path, files: dict[str, Any], K
         (tmp_path / name).write_text(json.dumps(value))
     found = find_plan(tmp_path)
     assert found.plan == ServingPlan.chain(K)
-    assert found.assumed.startswith(f"{tmp_path} has no serve.json: K={K} is assumed, ") and words in found.assumed
+    assert found.assumed.startswith(f"the draft has no serve.json: K={K} is assumed, ") and words in found.assumed
 
 
 @pytest.mark.parametrize(
