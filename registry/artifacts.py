@@ -227,7 +227,9 @@ def download_verified(
     """
     # 1) Compare the stored names with the recorded ones: a missing or unknown file costs no download.
     others = {*beside, REGISTERED_MODEL_META_FILE_NAME} - set(digests)  # MLflow leaves that where it loads a version
-    stored = {name: size for name, size in stored_files(tracking, uri).items() if name not in others}
+    # Python leaves compiled code where MLflow loads a version from its own place.
+    found = {name: size for name, size in stored_files(tracking, uri).items() if name not in others}
+    stored = {name: size for name, size in found.items() if "__pycache__" not in name.split("/")}
     if odd := _odd_name(stored, digests):
         raise LostFilesError(f"{uri}/{odd}")
     # 2) Download, and compare the content with the recorded digests.

@@ -240,7 +240,7 @@ def another_beside(body: Mapping[str, Any], around: Mapping[str, Any], depth: in
     """Whether an object holds another body of a request than this one, with other messages, system prompt or settings
     that shape a prompt, so that nothing tells which was served."""
     for name, found in around.items():
-        value = None if name in _TAKEN else decoded(found)
+        value = None if name in _TAKEN or name == "chat_template_kwargs" else decoded(found)  # arguments are no body
         if not isinstance(value, Mapping):
             continue
         # The very list is that of the body itself.

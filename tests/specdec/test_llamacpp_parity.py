@@ -13,6 +13,7 @@ from trained import PROMPTS, Trained
 from transformers import AutoConfig, LlamaForCausalLM
 
 from draftforge.eval.engine_metrics import parse
+from draftforge.eval.request_metrics import counters_of
 from draftforge.specdec.decoder import Generation, Request, generate
 from draftforge.specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from draftforge.specdec.formats import write_draft
@@ -107,7 +108,7 @@ def test_what_the_server_says_of_itself_is_read_as_it_counts(
         body = {"prompt": ids, "n_predict": length, "temperature": 0.0, "cache_prompt": False, "ignore_eos": True}
         answers.append(server.post("/completion", body))
     counted = parse(server.metrics(), "after").since(before)
-    timed = parse("\n".join(map(json.dumps, answers)), "responses")
+    timed = counters_of("\n".join(map(json.dumps, answers)), "responses")
     assert (counted.accepted, counted.drafted) == (timed.accepted, timed.drafted)
     assert sum(counted.accepted_at) == counted.accepted and not counted.restarted
     assert timed.rounds == rounds and timed.tau == pytest.approx(tokens / rounds)
