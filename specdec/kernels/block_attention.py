@@ -5,6 +5,7 @@ Shapes: B rows, T context tokens, M blocks of a row, W tokens of a block, N = M 
 (R = Q / G), D head size.
 """
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -29,9 +30,12 @@ class BlockMask:
         """`anchors`: places [B, M] of the blocks' first tokens."""
         self.anchors, self.width = anchors, width
         self._dense: dict[Sight, Tensor] = {}
-        # The context of a block ends before its anchor. An anchor that begins its document has none.
-        self.before = QueryMask(anchors.documents, (anchors.at_BM - 1).clamp(min=0))
-        self.first_BM = anchors.positions_BM == 0
+
+    @cached_property
+    def before(self) -> QueryMask:
+        """The tokens before the anchors, up to which each block's context goes; an anchor that begins its document has
+        none, whatever stands before it."""
+        return QueryMask(self.anchors.documents, (self.anchors.at_BM - 1).clamp(min=0))
 
     def some(self, blocks: slice) -> "BlockMask":
         """The mask of some of each row's blocks."""
@@ -90,7 +94,7 @@ def merged_blocks(query: Tensor, context: tuple[Tensor, Tensor], key: Tensor, va
     rows = (batch, groups, blocks, shared * width)
     past = past.view(batch, groups, shared * width, blocks, size).transpose(2, 3)
     lse = lse.view(batch, groups, shared * width, blocks).transpose(2, 3)
-    lse = lse.masked_fill(mask.first_BM[:, None, :, None], -torch.inf)
+    lse = lse.masked_fill((mask.anchors.positions_BM == 0)[:, None, :, None], -torch.inf)
     query = query_BQMWD.view(batch, groups, shared, blocks, width, size).transpose(2, 3).reshape(*rows, size)
     key, value = (one.view(batch, groups, blocks, width, size) for one in (key, value))
 

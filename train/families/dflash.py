@@ -18,17 +18,15 @@ from ...errors import InputError
 from ...specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from ...specdec.kernels.document_mask import QueryMask
 from ...specdec.targets import Target
-from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import DFlashSettings
 from .base import Inputs, LoadTarget, Start
 from .feature_family import (
     FeatureFamily,
     check_vocabulary,
-    copy_tables,
+    fresh_draft,
     head_incompatibility,
     largest_vocabulary,
-    seeded_init,
 )
 from .initial_weights import layer_fields
 
@@ -127,14 +125,9 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
 
         def make(draft_ids: Tensor | None) -> DFlashDraft:
             config = dflash_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
-            with seeded_init(cls.name, seed):
-                return DFlashDraft(config, draft_ids, settings.train_embeddings, settings.train_head)
+            return DFlashDraft(config, draft_ids, settings.train_embeddings, settings.train_head)
 
-        size, K = settings.draft_vocabulary, settings.draft_tokens
-        draft_ids, extra = vocabulary.reduced(size, capture, K, make, target)
-        draft = make(draft_ids)
-        copy_tables(draft, target)
-        return Start(draft, extra)
+        return fresh_draft(cls.name, settings, seed, capture, target, make)
 
     @classmethod
     def incompatibility(cls, settings: DFlashSettings, draft: DFlashDraft, source: str) -> str | None:

@@ -18,17 +18,15 @@ from ...specdec.drafts.eagle3 import Eagle3Config, Eagle3Draft
 from ...specdec.engine_features import FLAGS, NAMES, not_honoured
 from ...specdec.models import CausalModel
 from ...specdec.targets import Target
-from .. import vocabulary
 from ..losses.linear_head import Head, LossSettings, Rows
 from ..settings import Eagle3Settings
 from .base import Inputs, LoadTarget, Start, resolve_aux_layers
 from .feature_family import (
     FeatureFamily,
     check_vocabulary,
-    copy_tables,
+    fresh_draft,
     head_incompatibility,
     largest_vocabulary,
-    seeded_init,
 )
 from .initial_weights import layer_fields
 from .ttt_alignment import Alignment
@@ -54,14 +52,9 @@ class Eagle3Family(FeatureFamily[Eagle3Settings, Eagle3Draft]):
 
         def make(draft_ids: Tensor | None) -> Eagle3Draft:
             config = eagle3_config(settings, target, target.vocab_size if draft_ids is None else len(draft_ids))
-            with seeded_init(cls.name, seed):
-                return Eagle3Draft(config, draft_ids, own_embeddings=settings.train_embeddings)
+            return Eagle3Draft(config, draft_ids, own_embeddings=settings.train_embeddings)
 
-        size, K = settings.draft_vocabulary, settings.draft_tokens
-        draft_ids, extra = vocabulary.reduced(size, capture, K, make, target)
-        draft = make(draft_ids)
-        copy_tables(draft, target)
-        return Start(draft, extra)
+        return fresh_draft(cls.name, settings, seed, capture, target, make)
 
     @classmethod
     def incompatibility(cls, settings: Eagle3Settings, draft: Eagle3Draft, source: str) -> str | None:

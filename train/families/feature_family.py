@@ -4,7 +4,7 @@ dflash).
 Shapes: V vocabulary, H hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,14 +13,15 @@ from typing_extensions import TypeVar
 
 from ... import fingerprint
 from ...data.batches import Batch
+from ...data.store import Capture
 from ...specdec.drafts.dflash import DFlashDraft
 from ...specdec.drafts.eagle3 import Eagle3Draft
 from ...specdec.models import CausalModel
 from ...specdec.targets import Target
 from ..losses.linear_head import LossSettings, head_of
 from ..settings import DFlashSettings, Eagle3Settings, EagleSettings, MedusaSettings
-from ..vocabulary import AUTO, check_size
-from .base import DraftT, Family
+from ..vocabulary import AUTO, check_size, reduced
+from .base import DraftT, Family, Start
 from .target_features import Features, FeatureSource, LiveTeacher, check_live
 
 FeatureSettingsT = TypeVar("FeatureSettingsT", bound=MedusaSettings | EagleSettings | Eagle3Settings | DFlashSettings)
@@ -85,6 +86,29 @@ def copy_tables(draft: Eagle3Draft | DFlashDraft, target: CausalModel) -> None:
         draft.lm_head.weight.copy_(rows_VH[draft.draft_ids])
     if draft.embed_tokens is not None:
         draft.embed_tokens.weight.copy_(target.model.get_input_embeddings().weight.float().cpu())
+
+
+def fresh_draft(
+    family: str,
+    settings: HeadSettings,
+    seed: int,
+    capture: Capture,
+    target: CausalModel,
+    make: Callable[[Tensor | None], Eagle3Draft | DFlashDraft],
+) -> Start:
+    """Fresh draft of the recipe's vocabulary: random by the seed, the target's tables in place of its own.
+
+    `make`: a draft of these token ids, None: of the target's whole vocabulary.
+    """
+
+    def seeded(draft_ids: Tensor | None) -> Eagle3Draft | DFlashDraft:
+        with seeded_init(family, seed):
+            return make(draft_ids)
+
+    draft_ids, extra = reduced(settings.draft_vocabulary, capture, settings.draft_tokens, seeded, target)
+    draft = seeded(draft_ids)
+    copy_tables(draft, target)
+    return Start(draft, extra)
 
 
 def check_vocabulary(settings: HeadSettings, target: Target) -> None:

@@ -16,10 +16,10 @@ from draftforge.train.families.dflash import (
     Blocks,
     DFlashFamily,
     block_offset,
-    copy_tables,
     dflash_config,
     read_layers,
 )
+from draftforge.train.families.feature_family import copy_tables
 from draftforge.train.losses.linear_head import COUNT, LOSS, LossSettings
 from draftforge.train.settings import DFlashSettings
 
