@@ -47,10 +47,9 @@ class Message(BaseModel):
         return self.content if isinstance(self.content, str) else "\n".join(self.content)
 
     def record(self) -> dict[str, Any]:
-        """JSON-able form without absent fields. Content that was absent counts as empty."""
-        message = self.model_dump(exclude_none=True)
-        message["content"] = self.content or ""
-        return message
+        """JSON-able form without absent fields. A template that loops over parts is shown an absent content as a list
+        of none, and an empty one as an empty part."""
+        return self.model_dump(exclude_none=True)
 
 
 class PromptCount(NamedTuple):

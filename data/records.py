@@ -43,6 +43,7 @@ from .served_request import (
     draws_of,
     from_table,
     json_type,
+    lacks_call_ids,
     message_of_sglang,
     prompt_of,
     quoted,
@@ -285,6 +286,8 @@ def _record(
     if shape == "messages":
         size, prompt_end = prompt_of(_items(lookup, "messages", where), lookup, inner, engine, where)
         messages = messages[:size]
+    if timing is not None and engine == "vllm" and lacks_call_ids(messages, prompt_end):
+        raise LeftOut(where, "tool call without its id")
     if timing is None:
         # A server takes any role; a file of conversations has other names of the usual ones.
         if shape == "messages" and any(
@@ -500,7 +503,10 @@ def _with_system(
     what may be one (`instructions`), and for one in a `request`, which engines pass over there."""
     if messages[0].role in ("system", "developer"):
         return messages
-    found, asked = ([of[name] for name in of if _is_system(name) and of[name]] for of in (beside, request))
+    found, asked = (
+        [of[name] for name in of if (name == "system" or is_system_prompt(name)) and of[name]]
+        for of in (beside, request)
+    )
     texts = {value.strip() for value in found if isinstance(value, str)}
     if asked and asked != found:
         raise LeftOut(where, "settings beside the request")
@@ -511,10 +517,6 @@ def _with_system(
     ):
         raise LeftOut(where, "messages in an unread form")
     return [Message(role="system", content=found[0]), *messages] if any(texts) else messages
-
-
-def _is_system(name: str) -> bool:
-    return name == "system" or is_system_prompt(name)
 
 
 def _sharegpt(lookup: Lookup, engine: Engine, where: str) -> list[Message]:

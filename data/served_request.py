@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import InputError
 from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
 from .chat_template import arguments_of_sglang
-from .conversation import OTHER_READINGS, Engine, PromptEnd
+from .conversation import OTHER_READINGS, Engine, Message, PromptEnd
 from .logs.anthropic import MESSAGES_API, MessagesForm
 from .logs.chat import MOST_TOKENS, LeftOut, Reason, decoded
 from .logs.parsing import flag, number
@@ -166,6 +166,14 @@ def _answers_at_end(messages: Sequence[Any]) -> int:
 
 def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def lacks_call_ids(messages: Sequence[Message], prompt_end: PromptEnd) -> bool:
+    """Whether a prompt has calls without an id: vLLM refuses them, and its Messages API names them by its clock."""
+    answers = "assistant" if prompt_end == "opened" else None
+    last = max((i for i, message in enumerate(messages) if message.role != answers), default=-1)
+    calls = (call for message in messages[: last + 1] for call in message.tool_calls or ())
+    return any(not isinstance(call.get("id"), str) for call in calls)
 
 
 def template_args(lookup: Lookup, engine: Engine, where: str, reserved: Collection[str] = ()) -> dict[str, Any]:

@@ -265,7 +265,7 @@ def _add_message(messages: list[Any], message: Any) -> Reason | None:
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
     arguments = block.get("partial_json") or json.dumps(block.get("input") or {})
     function = {"name": block.get("name") or "", "arguments": arguments}
-    return {"id": block.get("id") or "", "type": "function", "function": function}
+    return {"id": block.get("id") or None, "type": "function", "function": function}
 
 
 def _result(block: Mapping[str, Any]) -> str | None:

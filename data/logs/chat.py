@@ -43,6 +43,7 @@ Reason = Literal[
     "tools that are not functions",
     "tools that the engine rewrites",
     "tools inside a message",
+    "tool call without its id",
     "no token asked for",
     "no turn to answer",
 ]
@@ -236,18 +237,28 @@ def is_system_prompt(name: str) -> bool:
     return name.lower().replace("_", "").removesuffix("s") in ("systemprompt", "systemmessage", "systeminstruction")
 
 
-def another_beside(body: Mapping[str, Any], around: Mapping[str, Any], depth: int = 3) -> bool:
-    """Whether an object holds another body of a request than this one, with other messages, system prompt or settings
-    that shape a prompt, so that nothing tells which was served."""
-    for name, found in around.items():
+def conflicting_request(
+    request: Mapping[str, Any],
+    read: Callable[[dict[str, Any]], Mapping[str, Any]],
+    *around: Any,
+    own: Any = None,
+    depth: int = 3,
+) -> bool:
+    """Whether an object in which a request was logged holds another body of one, with other messages, system prompt or
+    settings that shape a prompt, so that nothing tells which was served.
+
+    `read`: makes a chat-completions request of a body, as its reader does of the logged one; `own`: the list of
+    messages in the logged body, which is passed over.
+    """
+    for name, found in (item for one in around if isinstance(one, Mapping) for item in one.items()):
         value = None if name in _TAKEN or name == "chat_template_kwargs" else decoded(found)  # arguments are no body
         if not isinstance(value, Mapping):
             continue
-        # The very list is that of the body itself.
         messages = decoded(value.get("messages"))
-        if messages is not body.get("messages") and _are_messages(messages) and _asked(value) != _asked(body):
+        another = messages is not own and _are_messages(messages)
+        if another and _asked(read({**value, "messages": messages})) != _asked(request):
             return True
-        if depth and another_beside(body, value, depth - 1):
+        if depth and conflicting_request(request, read, value, own=own, depth=depth - 1):
             return True
     return False
 
@@ -256,11 +267,18 @@ def _are_messages(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, Mapping) and "role" in one for one in value)
 
 
-def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a body shapes its prompt."""
+def _asked(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a request shapes its prompt."""
     shaping: dict[str, Callable[[Any], bool]] = {**_SHAPING, "messages": bool, _SYSTEM: bool, "documents": bool}
-    sent = body_of({name: decoded(value) for name, value in body.items() if name in shaping or name == _EXTRA})
-    return {name: value for name, value in sent.items() if name in shaping and shaping[name](value)}
+    sent = {name: decoded(value) for name, value in request.items() if name in shaping}
+    if isinstance(messages := sent.get("messages"), list):
+        sent["messages"] = [_shown(one) if isinstance(one, Mapping) else one for one in messages]
+    return {name: value for name, value in sent.items() if shaping[name](value)}
+
+
+def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a message that an engine may show a template."""
+    return {name: value for name, value in message.items() if name in _OF_MESSAGES and value is not None}
 
 
 def _are_tools(value: Any) -> bool:
@@ -286,6 +304,10 @@ _SHAPING: dict[str, Callable[[Any], bool]] = {
 }
 """Fields of a request that shape its prompt, and whether a value is one of theirs."""
 _SYSTEM, _DEPTH = "system", 3
+_OF_MESSAGES = (
+    *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "tools", "task"),
+    *("phase", "prefix"),
+)
 _TAKEN = ("messages", "input", "output", "model_parameters", "modelParameters", *RESPONSES)
 """What a model read and wrote, and settings that readers take: never searched for others."""
 

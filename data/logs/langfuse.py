@@ -15,6 +15,7 @@ from .chat import (
     Reason,
     Timing,
     body_of,
+    conflicting_request,
     count,
     decoded,
     labels,
@@ -73,6 +74,12 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         reason = "text cut by the log" if mark == _CUT else "message part that is not text"
     if reason is None and settings_beside(request, given, value, parameters):
         reason = "settings beside the request"
+
+    def read(other: dict[str, Any]) -> dict[str, Any]:
+        return _request(other, parameters, engine, answered)[0]
+
+    if reason is None and conflicting_request(request, read, value, given, parameters):
+        reason = "another request beside it"
     if reason is None:
         line |= {"request": request, "messages": with_answer(request["messages"], _answer(value.get("output")))}
     yield Entry(where, line, reason, _timing(value), others=others)
@@ -149,6 +156,10 @@ def _request(
         if any(map(_has_own_texts, messages)):
             hidden = [{**message, "content": []} if _has_own_texts(message) else message for message in messages]
             requests.append(request | {"messages": [_shown(message) for message in hidden]})
+        # LangChain has names of results of tools: its client for Python does not send them, that for JavaScript does.
+        if any(map(_has_own_name, messages)):
+            unnamed = [{**message, "name": None} if _has_own_name(message) else message for message in messages]
+            requests.append(request | {"messages": [_shown(message) for message in unnamed]})
     return anthropic.chat_requests(requests, answered, engine)
 
 
@@ -183,7 +194,7 @@ def _message(given: Any) -> dict[str, Any] | None:
     # Calls have names of their own in LangChain. A content of text is that text, also where it reads like parts: so
     # look results of MCP's tools.
     extra = inner["additional_kwargs"] if isinstance(inner.get("additional_kwargs"), dict) else {}
-    message = {**extra, **inner, "role": role}
+    message = {**extra, **inner, "role": role, "type": kind}
     calls = inner.get("tool_calls") or extra.get("tool_calls")
     message.pop("tool_calls", None)
     if isinstance(calls, list):
@@ -197,6 +208,11 @@ def _is_tool(message: Mapping[str, Any]) -> bool:
     if message["role"] != "tool" or message.get("tool_call_id") or not isinstance(content, dict):
         return False
     return isinstance(content.get("function"), dict) or ("name" in content and bool(content.keys() & _OF_TOOLS))
+
+
+def _has_own_name(message: Mapping[str, Any]) -> bool:
+    """Whether a message of LangChain's is a result of a tool and has its name."""
+    return message["role"] == "tool" and message["type"] in ("tool", "ToolMessage") and message.get("name") is not None
 
 
 def _has_own_texts(message: Mapping[str, Any]) -> bool:

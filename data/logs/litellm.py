@@ -7,7 +7,19 @@ from urllib.parse import urlsplit
 
 from ...errors import InputError
 from . import anthropic
-from .chat import SYSTEM_UNKNOWN, Entry, Reason, Timing, body_of, count, decoded, labels, settings_beside, with_answer
+from .chat import (
+    SYSTEM_UNKNOWN,
+    Entry,
+    Reason,
+    Timing,
+    body_of,
+    conflicting_request,
+    count,
+    decoded,
+    labels,
+    settings_beside,
+    with_answer,
+)
 from .parsing import seconds
 from .response import answer_of, failed, is_error, response_of, tells_failure
 
@@ -37,6 +49,12 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         request, reason = _chat_request(payload, request, engine)
     if reason is None and settings_beside(request, parameters, payload):
         reason = "settings beside the request"
+
+    def read(other: dict[str, Any]) -> dict[str, Any]:
+        return _chat_request(payload, body_of(other), engine)[0]
+
+    if reason is None and conflicting_request(request, read, payload, parameters):
+        reason = "another request beside it"
 
     # Labels; a trace is a thread.
     line = labels(payload.get("metadata"), payload)

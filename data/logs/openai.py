@@ -18,9 +18,9 @@ from .chat import (
     Entry,
     Reason,
     Timing,
-    another_beside,
     as_it_stands,
     body_of,
+    conflicting_request,
     decoded,
     labels,
     read_otherwise,
@@ -72,14 +72,19 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     stands = None if sent else read_otherwise(logged)
     reason = _reason((value, wrapper), response, path, body)
     request, others = body or {}, list[dict[str, Any]]()
+    answered, served = is_of_messages_api(response), path.endswith("/messages") if path else None
     if reason is None:
         bodies = [request] if stands is None else [request, stands]
-        served = path.endswith("/messages") if path else None
-        request, reason, others = anthropic.chat_requests(bodies, is_of_messages_api(response), engine, served)
+        request, reason, others = anthropic.chat_requests(bodies, answered, engine, served)
     around = {name: item for name, item in envelope.items() if name not in _REQUESTS}
     if reason is None and settings_beside(request, body, around):
         reason = "settings beside the request"
-    if reason is None and logged is not None and another_beside(logged, value):
+
+    def read(other: dict[str, Any]) -> dict[str, Any]:
+        body = as_it_stands(_opened(other)) if sent else body_of(_opened(other))
+        return anthropic.chat_requests([body], answered, engine, served)[0]
+
+    if reason is None and logged is not None and conflicting_request(request, read, value, own=logged.get("messages")):
         reason = "another request beside it"
     if body is None or reason is not None:
         yield Entry(where, labels(value), reason or "answer without its request", timing)

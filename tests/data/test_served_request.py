@@ -306,7 +306,7 @@ def test_calls_that_sglang_refuses(arguments: Any) -> None:
     """As SGLang's `parse_tool_call_arguments`; vLLM shows them as an empty object."""
 
     def talk(role: str, arguments: Any) -> dict[str, Any]:
-        call = {"type": "function", "function": {"name": "now", "arguments": arguments}}
+        call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": arguments}}
         return {"messages": [USER, {"role": role, "content": "", "tool_calls": [call]}, USER]}
 
     with pytest.raises(LeftOut, match="request that the engine refuses"):
@@ -345,7 +345,10 @@ def test_the_order_of_keys_in_tools_and_calls_makes_another_prompt() -> None:
         lambda value: {"documents": [value]},
         lambda value: {"chat_template_kwargs": {"schema": value}},
         lambda value: {
-            "said": [{"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": value}}]}, USER]
+            "said": [
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "now", "arguments": value}}]},
+                USER,
+            ]
         },
     ):
         (first, keys), (second, others) = ids(**make(one)), ids(**make(two))
@@ -381,12 +384,41 @@ def test_the_engine_is_kept_where_it_matters() -> None:
     assert asked({"messages": [USER, called, USER]}, kind="sglang").engine == "sglang"
 
 
+def test_an_absent_content_is_another_content_than_an_empty_one() -> None:
+    """As vLLM 0.32 hands them to a template: texts are the same, of parts there is none or an empty one."""
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    absent, empty = (
+        asked({"messages": [USER, {"role": "assistant", "content": content, "tool_calls": [call]}, USER]})
+        for content in (None, "")
+    )
+    text, parts = (
+        [shown_messages(one.messages, each, "vllm")[1]["content"] for one in (absent, empty)] for each in (False, True)
+    )
+    assert text == ["", ""] and parts == [[], [{"type": "text", "text": ""}]]
+    # Both are kept; for most templates their turns are the same, which counts once.
+    assert absent.id != empty.id and turn_keys(absent) == turn_keys(empty)
+
+
+@pytest.mark.parametrize("id", [{}, {"id": None}, {"id": 5}])
+def test_calls_without_an_id_are_left_out(id: dict[str, Any]) -> None:
+    """vLLM refuses them; so a log lacks an id that a template may print. A file of conversations never had any."""
+    call = {**id, "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    with pytest.raises(LeftOut, match="tool call without its id"):
+        asked({"messages": [USER, said, {"role": "tool", "content": "noon"}]})
+    with pytest.raises(LeftOut, match="tool call without its id"):
+        asked({"messages": [USER, said], "continue_final_message": True})
+    assert asked({}, said).messages[-1].tool_calls  # a logged answer, which is given anew
+    line = {"messages": [USER, said, USER]}
+    assert parse(line, "messages", source(kind="messages"), "f:1").messages[1].tool_calls
+
+
 def test_ids_of_plain_conversations_stay() -> None:
     record = asked({"temperature": 0.7, "chat_template_kwargs": {"enable_thinking": False}}, ANSWER)
     assert record.id == "a4039e08ca38a8c34a371c67"
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
     talk = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "noon"}]
-    assert asked({"messages": talk}, ANSWER).id == "fc8bff5ff9a4e2a616133ade"
+    assert asked({"messages": talk}, ANSWER).id == "1ce0842a5e16e9ef7f210906"
 
 
 def test_what_a_capture_does_not_follow_is_named() -> None:

@@ -109,6 +109,17 @@ def test_messages_in_blocks(role: str, blocks: Any, messages: list[Any]) -> None
     assert found.line["messages"] == [ASKED, *messages, ASKED] == found.line["request"]["messages"]
 
 
+def test_a_tool_use_without_an_id_is_left_out(tmp_path: Path) -> None:
+    """vLLM names it by its clock, and a template may print that."""
+    lines = []
+    for id in ({}, {"id": ""}, {"id": None}, {"id": "t1"}):
+        call: dict[str, Any] = {"type": "tool_use", "name": "now", "input": {}, **id}
+        messages = [ASKED, {"role": "assistant", "content": [call]}, ASKED]
+        lines.append(json.dumps({"path": "/v1/messages", "request": {"messages": messages}}))
+    read = read_log(write_lines(tmp_path / "log.jsonl", *lines), "openai")
+    assert read.counts.left_out == {"tool call without its id": 3} and read.counts.taken == 1
+
+
 @pytest.mark.parametrize(
     "role, block, reason",
     [

@@ -46,10 +46,13 @@ def test_litellm_payloads() -> None:
     }
 
 
+HI = {"role": "user", "content": "Hi"}
+ASSISTANT = {"role": "assistant", "content": "Hello."}
+
+
 def payload(**fields: Any) -> str:
-    asked = [{"role": "user", "content": "Hi"}]
     own = {"call_type": "anthropic_messages", "status": "success", "prompt_tokens": 9}
-    return json.dumps({**own, "messages": asked, **fields})
+    return json.dumps({**own, "messages": [HI], **fields})
 
 
 BLOCKS = [{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "brief."}]
@@ -145,6 +148,26 @@ def test_litellm_tools_and_answers_of_the_messages_api(tmp_path: Path) -> None:
         (
             {"proxy_server_request": json.dumps({"body": {"tools": [{"name": "look", "input_schema": {}}]}})},
             "settings beside the request",
+        ),
+        (
+            {"call_type": "acompletion", "proxy_server_request": {"body": {"messages": [ASSISTANT]}}},
+            "another request beside it",
+        ),
+        ({"metadata": {"requester": json.dumps({"messages": [ASSISTANT]})}}, "another request beside it"),
+        (
+            {"model_parameters": {"system": "s"}, "proxy_server_request": {"body": {"messages": [HI]}}},
+            "another request beside it",
+        ),
+        (
+            {
+                "messages": [{"role": "system", "content": "s"}, HI],
+                "proxy_server_request": {"body": {"messages": [HI], "system": "s", "model": "m"}},
+            },
+            None,
+        ),
+        (
+            {"call_type": "acompletion", "proxy_server_request": json.dumps({"body": {"messages": [HI], "n": 1}})},
+            None,
         ),
         (
             {"messages": "{}", "proxy_server_request": json.dumps({"tools": [{"name": "look", "input_schema": {}}]})},
@@ -356,6 +379,7 @@ def test_langfuse_answers(tmp_path: Path, output: Any, answer: str | None) -> No
 
 ASK = [{"role": "user", "content": 'It\'s "so"?\n'}]
 FUNCTION = {"type": "function", "function": {"name": "clock", "description": None, "parameters": {"type": "object"}}}
+SAID = {"role": "assistant", "content": "Once"}
 CALLED = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
 
 
@@ -489,6 +513,27 @@ def test_langfuse_calls_in_langchains_form(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "form",
+    [
+        lambda fields: {"type": "tool", **fields},
+        lambda fields: {"type": "tool", "data": fields},
+        lambda fields: {"type": "constructor", "id": ["langchain", "ToolMessage"], "kwargs": fields},
+    ],
+)
+def test_langfuse_names_of_langchains_results_may_not_have_been_sent(tmp_path: Path, form: Any) -> None:
+    """LangChain's client for Python sends a ToolMessage without its name, that for JavaScript with it."""
+    said = {"role": "assistant", "content": "", "tool_calls": [CALLED]}
+    fields = {"content": "noon", "tool_call_id": "c1", "name": "clock"}
+    results = [form(fields), {"role": "tool", **fields}, form({**fields, "name": None})]
+    lines = [json.dumps({"type": "GENERATION", "input": [*ASK, said, result]}) for result in results]
+    in_doubt, sent, unnamed = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse").records
+    assert [one.messages[2].name for one in (in_doubt, sent, unnamed)] == ["clock", "clock", None]
+    (other,) = (in_doubt.template_args or {})[OTHER_READINGS]
+    assert [Message.model_validate(message) for message in other["messages"]] == list(unnamed.messages)
+    assert not sent.template_args and not unnamed.template_args
+
+
+@pytest.mark.parametrize(
     "fields, reason",
     [
         ({"input": "Once upon a time"}, "raw prompt"),
@@ -511,6 +556,13 @@ def test_langfuse_calls_in_langchains_form(tmp_path: Path) -> None:
             for name in ("system_prompt", "system_instruction", "instructions")
         ),
         ({"input": [{"role": "system", "content": "Pirate"}, *ASK], "modelParameters": {"instructions": "x"}}, None),
+        ({"input": ASK, "metadata": {"body": {"messages": [SAID, *ASK]}}}, "another request beside it"),
+        ({"input": ASK, "metadata": json.dumps({"sent": {"messages": [SAID]}})}, "another request beside it"),
+        ({"input": {"messages": ASK, "upstream": {"messages": [SAID]}}}, "another request beside it"),
+        ({"input": {"messages": ASK, "system": "s"}, "metadata": {"messages": ASK}}, "another request beside it"),
+        ({"input": ASK, "metadata": {"body": {"messages": ASK, "model": "m"}, "messages": 3}}, None),
+        ({"input": [{"type": "human", "content": ASK[0]["content"], "id": "1"}], "metadata": {"messages": ASK}}, None),
+        ({"input": ASK, "output": {"messages": [SAID]}}, None),
         ({"input": "<truncated due to size exceeding limit>"}, "text cut by the log"),
         (
             {"input": [*ASK, {"role": "tool", "content": "<truncated due to size exceeding limit>"}]},
