@@ -105,7 +105,7 @@ _UNREAD = _Cost.CONSTANT | _Cost.SHALLOW
 _COSTS |= {f"is {name}": _Cost.CONSTANT for name in _CONSTANT_TESTS}
 _ROWS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 _PERCENT = re.compile(r"%[^a-zA-Z%]*\*")
-_WIDTH = re.compile(r"\d+(?:\.\d*)?[hlL]?[diouxXeEfFgGcrsa]")
+_WIDTH = re.compile(r"(?<!\d)\d++(?:\.\d*+)?+[hlL]?[diouxXeEfFgGcrsa]")
 
 
 @dataclass

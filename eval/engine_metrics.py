@@ -48,6 +48,7 @@ Convention = Literal["rounds", "drafts", "unclipped"]
 draftforge does. `drafts`: passes with a draft, an answer's last draft clipped to the tokens that it still needs.
 `unclipped`: passes with a draft, none of them clipped."""
 _NUM = "spec_decode_num_"
+_MOST_LINES, _LONGEST_LINE = 200_000, 16_384  # of metrics, the lines in characters
 MOST_COUNT = 1e18
 """No engine counts so far; beyond it, a sum of squares is no number."""
 
@@ -156,6 +157,10 @@ Samples = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
 
 
 def _samples_by_name(text: str, source: str) -> Samples:
+    # The parser takes time quadratic in a line, and keeps an object of hundreds of bytes for each.
+    lines = text.split("\n")
+    if len(lines) > _MOST_LINES or max(map(len, lines)) > _LONGEST_LINE:
+        raise InputError(f"{source}: must have {_MOST_LINES:,} lines of {_LONGEST_LINE:,} characters at most")
     found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
         for family in text_string_to_metric_families(text):

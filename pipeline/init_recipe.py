@@ -84,7 +84,8 @@ def init(log: Path, target: str, out: Path) -> None:
     facts = _read(log, source, of_target.sampling)
     source = source.model_copy(update={"skip_invalid": facts.counts.skipped > 0})
     # 2) The recipe. It is loaded before it is written: what does not load is a defect here.
-    text = "\n".join(_lines(out, log, settings.model, source, facts, of_target)) + "\n"
+    lines = _lines(out, log, settings.model, source, facts, of_target)
+    text = "".join(f"{_spelt_out(line) if line[0] == '#' else line}\n" for line in lines)
     with tempfile.TemporaryDirectory() as beside:
         storage.write_bytes(Path(beside) / out.name, text.encode())
         load_recipe(Path(beside) / out.name)
@@ -229,6 +230,11 @@ def _lines(out: Path, log: Path, model: str, source: FileSource, facts: LogFacts
     shares = ", ".join(f"{one.key} {count / facts.sampling.total():.0%}" for one, count in scored)
     yield f"# sampling settings of the log, with the target's and the API's own where it names none: {shares}"
     yield from _yaml({"score": {"sampling": [_short(one) for one, _ in scored]}})
+
+
+def _spelt_out(comment: str) -> str:
+    """A comment on one line, whatever a log's names hold: what follows a line's end would be keys of the recipe."""
+    return "".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in comment)
 
 
 def _tokens(facts: LogFacts, target: TargetFacts) -> int:

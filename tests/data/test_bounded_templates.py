@@ -43,6 +43,8 @@ HOSTILE = {
     "a doubled tuple as a key": DOUBLED.replace("[ns.x, ns.x]", "(ns.x, ns.x)").replace("['a']", "'a'")
     + "{{ {ns.x: 1} }}",
     "width": "{{ 'a'.ljust(10**10) }}",
+    "width behind digits": "{{ ('1' * 1000000 ~ '%10000000000d') % 1 }}",
+    "precision of a format": "{{ '%1.10000000000f' % 1 }}",
     "width of a filter": "{{ 'a' | center(10**10) }}",
     "width of a format": "{{ '%10000000000d' % 1 }}",
     "width of a formatted field": "{{ '{:10000000000}'.format(1) }}",

@@ -1,6 +1,7 @@
 """Engines' own counters in each format; differences, restarts and replicas; and the test against the holdout."""
 
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -250,3 +251,19 @@ def test_what_cannot_be_compared_says_why(expected: ExpectedAcceptance) -> None:
     alone = expected_acceptance(counted(texts(1, 0.65, 5)), CONFIDENCE)
     found = compare(engine(texts(400, 0.65, 6), "vllm"), alone, 0.05)
     assert found.mismatch is None and "too few clusters to tell: 2 more needed" in found.unknown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a{" + ",".join(f'a{i}="x"' for i in range(200_000)) + "} 1",
+        'a{b="' + '\\"' * 400_000 + '"} 1',
+        "a 1\n" * 500_000,
+    ],
+    ids=["labels", "quotes", "lines"],
+)
+def test_metrics_that_would_take_hours_are_refused(text: str) -> None:
+    began = time.process_time()
+    with pytest.raises(InputError, match="must have 200,000 lines of 16,384 characters at most"):
+        parse(text, "scrape")
+    assert time.process_time() - began < 1.0

@@ -64,6 +64,16 @@ def test_the_recipe_makes_its_mix_at_once(tmp_path: Path, tiny_target_folder: Pa
     assert "family eagle, as the target has 4 layers, and eagle3 needs 6" in (tmp_path / "recipe.yaml").read_text()
 
 
+@pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2028", "\u2029"])
+def test_names_in_a_log_are_no_keys_of_the_recipe(end: str, tmp_path: Path, tiny_target_folder: Path) -> None:
+    field = end.join(("team", "promotion:", "  command: [touch, x]", "#"))
+    lines = [{"messages": [{"role": "user", "content": f"{i}?"}], field: "ab"[i % 2]} for i in range(20)]
+    (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    recipe = made(tmp_path, tmp_path / "log.jsonl", tiny_target_folder)
+    assert not recipe.promotion.command
+    assert next(line for line in (tmp_path / "recipe.yaml").read_text().splitlines() if "touch" in line)[0] == "#"
+
+
 @pytest.mark.parametrize("name", ["2024-05-01", "2024", "null", "1e4", "x" * 80])
 def test_names_of_logs_are_text(name: str, tmp_path: Path, tiny_target_folder: Path) -> None:
     write_log(tmp_path, "turns", 20)
