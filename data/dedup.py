@@ -19,7 +19,7 @@ import json
 import re
 import unicodedata
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -354,16 +354,14 @@ def sharing_a_band(signatures: Sequence[Signature], threshold: float) -> NDArray
 
 
 class SimilarityIndex:
-    """Finds similar signatures: candidates from datasketch's index, decided by the whole signature.
+    """Finds similar signatures: candidates are those that share a band, decided by the whole signature.
 
     Equal signatures share one row, so that a frequent text does not fill a bucket.
     """
 
     def __init__(self, threshold: float, capacity: int) -> None:
-        from datasketch import MinHashLSH  # slow to import, and processes that sign need no index
-
-        self._threshold = threshold
-        self._lsh = MinHashLSH(num_perm=SIGNATURE_LENGTH, params=_bands(threshold))
+        self._threshold, self._bands = threshold, _bands(threshold)
+        self._rows_at: dict[tuple[int, bytes], list[int]] = {}
         self._rows = np.empty((capacity, SIGNATURE_LENGTH), dtype=np.uint32)
         self._row_of: dict[bytes, int] = {}
         self._nodes: list[list[int]] = []
@@ -377,24 +375,21 @@ class SimilarityIndex:
             return
         self._rows[row] = sig
         self._nodes.append([node])
-        self._lsh.insert(row, _Hashed(sig))
+        for band in self._bands_of(sig):
+            self._rows_at.setdefault(band, []).append(row)
 
     def similar(self, sig: Signature) -> list[int]:
         """Nodes at least as similar as the threshold, smallest first."""
-        # The index returns rows that share a band; the share of equal entries decides.
-        candidates = np.array(self._lsh.query(_Hashed(sig)), dtype=np.int64)
+        # Of the rows that share a band, the share of equal entries decides.
+        sharing = {row for band in self._bands_of(sig) for row in self._rows_at.get(band, ())}
+        candidates = np.array(list(sharing), dtype=np.int64)
         found = candidates[(self._rows[candidates] == sig).mean(axis=1) >= self._threshold]
         return sorted(node for row in found.tolist() for node in self._nodes[row])
 
-
-class _Hashed:
-    """A signature in the shape that MinHashLSH reads."""
-
-    def __init__(self, sig: Signature) -> None:
-        self.hashvalues = sig
-
-    def __len__(self) -> int:
-        return len(self.hashvalues)
+    def _bands_of(self, sig: Signature) -> Iterator[tuple[int, bytes]]:
+        """Number and entries of each band of a signature."""
+        count, width = self._bands
+        return ((band, sig[band * width : (band + 1) * width].tobytes()) for band in range(count))
 
 
 class _Union:

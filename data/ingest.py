@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from .. import progress, storage
 from .concurrency import Traffic
 from .conversation import SPLITS, Split
-from .dedup import SIGNATURE_LENGTH, Member, Signature, TurnIndex, TurnKeys
+from .dedup import SIGNATURE_LENGTH, Member, TurnIndex, TurnKeys
 from .logged_prompts import LoggedPromptIndex
 from .prepared_records import Prepared, Preparer, columns, restored
 from .record_outcomes import SourceCounts, Unit
@@ -171,11 +171,11 @@ class IngestedRecords:
         if only is not None:
             self._bound[found.id] = strictest([only, self._bound.get(found.id, only)])
 
-    def _sign(self, number: int, signature: Signature) -> None:
+    def _sign(self, number: int, signature: bytes) -> None:
         # The array doubles when it is full.
         if number == len(self._signatures):
             self._signatures = np.concatenate([self._signatures, np.empty_like(self._signatures)])
-        self._signatures[number] = signature
+        self._signatures[number] = np.frombuffer(signature, dtype="<u4")
 
 
 def ingest(

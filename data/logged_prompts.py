@@ -115,11 +115,11 @@ class LoggedPromptIndex:
             yield found
 
     def _counts(self, rows: Sequence[int], names: Sequence[str], log: LogTable) -> list[list[Any]]:
-        counts = Counter(
-            (names[self._counters[row]], log.prompt_tokens[row] if self._comparable[row] else 0)
-            for row in rows
-            if self._counters[row] >= 0
-        )
+        counts: dict[tuple[str, int], int] = {}  # a Counter takes longer to make than it counts
+        for row in rows:
+            if self._counters[row] >= 0:
+                pair = names[self._counters[row]], log.prompt_tokens[row] if self._comparable[row] else 0
+                counts[pair] = counts.get(pair, 0) + 1
         return [[*pair, number] for pair, number in _most(counts)]
 
     def _some_digests(self, rows: Sequence[int]) -> list[str]:
@@ -128,7 +128,7 @@ class LoggedPromptIndex:
         return sorted({digest for digest in digests if digest.strip("0")})[:_MOST_KEPT]
 
 
-def _most(counts: "Counter[tuple[str, int]]") -> list[tuple[tuple[str, int], int]]:
+def _most(counts: Mapping[tuple[str, int], int]) -> list[tuple[tuple[str, int], int]]:
     """The most frequent pairs, in an order that the log's does not influence."""
     return sorted(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_KEPT])
 

@@ -9,7 +9,7 @@
     manifest.json           counts, what was left out and redacted, digests of sources and files
 
 The same settings, sources and ancestors give the same bytes. Texts wait on disk: memory holds about two kilobytes of
-a conversation, and seven more of each that resembles another.
+a conversation, and six more of each that resembles another.
 """
 
 import json
@@ -86,6 +86,7 @@ _MEMBER_SCHEMA = pa.schema(
 )
 _SERVED_SCHEMA = pa.schema([("log", pa.string()), ("prompt", pa.binary(16)), ("answered", pa.bool_())])
 _NESTED = ("messages", "tools", "template_args", "sampling", "logged_prompts")
+_encoded = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` makes an encoder for each call
 _ROWS_AT_ONCE = 4096
 _SYSTEM_STRATA = 64  # system prompts that keep shares of their own; the rarer ones share one
 
@@ -231,8 +232,8 @@ def _name_domains(
     # Name each content's cluster, then every row of that content.
     texts = (records.user_text(n) for n in progress.track(numbers, "clusters", unit="conversations"))
     name_of_number = dict(zip(numbers, domain_clusters.assign(found, texts)))
-    for row in nameless_rows.tolist():
-        records.log.rename(row, name_of_number[int(records.number_at_row[row])])
+    for row, number in zip(nameless_rows.tolist(), records.number_at_row[nameless_rows].tolist()):
+        records.log.rename(row, name_of_number[number])
     return found
 
 
@@ -246,7 +247,7 @@ class _Mix:
         self, settings: MixSettings, base_dir: Path, records: IngestedRecords, known: Sequence[PlacedMember]
     ) -> None:
         self._settings, self._base_dir, self._records, self._known = settings, base_dir, records, known
-        self._ids, self._members = records.ids, list(records.members())
+        self._ids, self._members, self._rows = records.ids, list(records.members()), records.rows
 
         # 1) Cluster near-copies, groups and threads among themselves and with what earlier mixes placed.
         self._continued = records.continued()
@@ -332,7 +333,7 @@ class _Mix:
             for n in sorted(range(len(ids)), key=ids.__getitem__)
             if self._original(ids[n]) == ids[n] and ids[n] not in self._contaminated
         ]
-        rows = self._records.rows[numbers]
+        rows = self._rows[numbers]
         columns: dict[str, Column] = {key: self._records.log.column(key, rows) for key in (SOURCE, *KEYS)}
 
         # A weight for each: by age, then raked to the shares that the recipe names.
@@ -380,7 +381,7 @@ class _Mix:
         # Rows that stand for no content are exact copies of one that does.
         code_of = {name: code for code, name in enumerate(FATES)}
         fates = np.full(len(self._records.log), code_of[COPY], dtype=np.int8)
-        for id, row in zip(self._ids, self._records.rows.tolist()):
+        for id, row in zip(self._ids, self._rows.tolist()):
             if id in self._placements:
                 fates[row] = code_of[self._placements[id].split]
             elif id in self._continued:
@@ -412,7 +413,7 @@ class _Mix:
             names = [name_of(self._settings.sources[int(i)]) for i in column.names] if key == SOURCE else column.names
             for code, fate in zip(column.codes_N.tolist(), self._fates.tolist()):
                 fates.setdefault(names[code], Counter())[FATES[fate]] += 1
-            for code, count in zip(column.codes_N[self._records.rows[self._kept]].tolist(), turns_K):
+            for code, count in zip(column.codes_N[self._rows[self._kept]].tolist(), turns_K):
                 turns[names[code]] += count
 
         # 2) Those without a turn, with what became of their requests.
@@ -467,12 +468,11 @@ class _Mix:
         placed = self._placements[id]
         placement = {"cluster": placed.cluster, "split": placed.split, "asked_elsewhere": self._elsewhere[id]}
         # The log table knows what was found after the record was spooled: domains that clustering named, odd clocks.
-        log_row = int(self._records.rows[number])
+        log_row = int(self._rows[number])
         domain = row["domain"] or self._records.log.domain(log_row)
         started = self._records.log.started[log_row]
         asked_at = self._newest if math.isnan(started) else started
-        prompts = json.dumps(logged, ensure_ascii=False)
-        return {**row, **placement, "domain": domain, "asked_at": asked_at, "logged_prompts": prompts}
+        return {**row, **placement, "domain": domain, "asked_at": asked_at, "logged_prompts": _encoded(logged)}
 
     def manifest_counts(self) -> dict[str, Any]:
         """Counts for the manifest: what was read, redacted and left out, what is in each split, the log's load.
@@ -487,7 +487,7 @@ class _Mix:
             left_out.update({**source.left_out, BROKEN: source.skipped})
 
         # Conversations and clusters of each split.
-        domains = log.column("domain", self._records.rows[self._kept])
+        domains = log.column("domain", self._rows[self._kept])
         counts: dict[Split, Counter[str]] = {split: Counter() for split in SPLITS}
         turns = Counter[Split](dict.fromkeys(SPLITS, 0))
         held: dict[Split, set[str]] = {split: set() for split in SPLITS}
@@ -549,8 +549,9 @@ def _member_rows(seen: Mapping[str, PlacedMember], known: Sequence[PlacedMember]
     rest = [item for item in known if item.member.id not in seen]
     for item in sorted([*seen.values(), *rest], key=lambda item: (item.member.id, item.cluster, item.split)):
         placement = {"cluster": item.cluster, "split": item.split}
-        signature, keys = item.member.signature.astype("<u4").tobytes(), item.member.turn_keys.tolist()
-        yield {**item.member._asdict(), **placement, "signature": signature, "turn_keys": keys}
+        id, group, signature, keys = item.member
+        hashes = {"signature": signature.astype("<u4").tobytes(), "turn_keys": keys.tolist()}
+        yield {"id": id, "group": group, **placement, **hashes}
 
 
 def _write_table(path: Path, rows: Iterator[Mapping[str, Any]], schema: pa.Schema) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from .conversation import Message, turn_ends
-from .dedup import Signature, group_key, signature, turn_keys
+from .dedup import group_key, signature, turn_keys
 from .logged_prompts import PromptTraces
 from .logs.parsing import prompt_digest
 from .record_outcomes import OVER_LIMIT, Outcome, Unit, outcomes_of
@@ -34,7 +34,8 @@ class Prepared(NamedTuple):
     """Hash of its group; None: it has none."""
     stored: bytes
     """The redacted record, as `stored` writes it."""
-    signature: Signature
+    signature: bytes
+    """Of its user's text, 4 little-endian bytes an entry; an array takes long to send to another process."""
     turn_keys: list[int]
     traces: PromptTraces
     row: LogRow
@@ -79,11 +80,11 @@ class Preparer:
             source=record.source,
             group=None if record.group is None else group_key(record.domain, record.group),
             stored=stored(record, sampling, max_new_tokens, counts),
-            signature=signature(record.user_text),
+            signature=signature(record.user_text).astype("<u4").tobytes(),
             turn_keys=keys,
             traces=_traces(found, record, keys[-1], self._settings.sources[record.source].kind),
             row=log_row(record, sampling),
-            redacted=counts,
+            redacted=dict(counts),
         )
 
     def _prepared_outcome(self, one: Outcome[Record]) -> Outcome[Prepared]:

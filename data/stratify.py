@@ -183,8 +183,8 @@ class LogTable:
     def add(self, row: LogRow) -> int:
         """Keep what is logged of one record. Returns the number of its row."""
         # Labels are stored as codes in the order of first sight; -1 and nan stand for what is not known.
-        for name, label in zip(Labels._fields, row.labels):
-            self._codes[name].append(self._code(name, label))
+        for codes, names, label in zip(self._codes.values(), self._names.values(), row.labels):
+            codes.append(names.setdefault(label, len(names)))
         self.prompt_tokens.append(row.lengths.prompt)
         self.answer_tokens.append(-1 if row.lengths.answer is None else row.lengths.answer)
         self.counted.append(row.lengths.counted)

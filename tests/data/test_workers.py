@@ -71,11 +71,7 @@ def test_errors_and_their_order_are_the_same_for_any_number_of_processes(tmp_pat
     with Workers(settings, 1) as alone, Workers(settings, 2) as both:
         one, two = list(outcomes(alone)), list(outcomes(both))
     assert sum(outcome.broken is not None for outcome in one) == 2 * len(LINES)
-    for left, right in zip(one, two, strict=True):
-        assert left.with_record(None) == right.with_record(None)
-        if left.record is not None and right.record is not None:
-            assert left.record.signature.tobytes() == right.record.signature.tobytes()
-            assert left.record._replace(signature=right.record.signature) == right.record
+    assert one == two
 
 
 def test_small_inputs_start_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
