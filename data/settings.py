@@ -321,6 +321,19 @@ class MixSettings(_Section):
         return self
 
 
+def server_address(url: str) -> str:
+    """Address of a server without its `/v1`, which each path has again. Raises ValueError, with the rule, for others.
+
+    A password in it would end up in recipes and manifests.
+    """
+    parts = urlsplit(url)
+    if parts.username or parts.password:
+        raise ValueError("must hold no user name or password; name the key's variable in api_key_env")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError("must be an address such as http://localhost:8000")
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class TransformersBackend(_Section):
     """The target as it is loaded here, on our own cache: answers and signals in one pass."""
 
@@ -356,15 +369,7 @@ class VllmBackend(_Section):
     @field_validator("url")
     @classmethod
     def _is_http(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        # A password in the URL would end up in recipes and manifests; `/v1` is added again with each path.
-        parts = urlsplit(url)
-        if parts.username or parts.password:
-            raise ValueError("must hold no user name or password; name the key's variable in api_key_env")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError("must be an address such as http://localhost:8000")
-        return url.rstrip("/").removesuffix("/v1")
+        return None if url is None else server_address(url)
 
     @model_validator(mode="after")
     def _check_server_or_process(self) -> "VllmBackend":

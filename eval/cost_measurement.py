@@ -122,7 +122,7 @@ def rounds_to_time(specs: Sequence[ProposerSpec], prompts: int, settings: ScoreS
     if grid is None:
         ways, runs = sum(len(spec.configs) for spec in specs), min(prompts, asked.prompts) + 1
     else:
-        ways, runs = sum(len(_least_middle_largest(spec)) for spec in specs), _runs(grid, asked.prompts)
+        ways, runs = sum(len(measured_configs(spec)) for spec in specs), _runs(grid, asked.prompts)
     return (1 + ways) * runs * asked.rounds
 
 
@@ -193,16 +193,16 @@ def _over_grid(
     reached: Callable[[float], None],
 ) -> CostTable:
     text = [token for prompt in prompts for token in prompt]
-    decoders = _decoders(specs, settings, _least_middle_largest)
+    decoders = _decoders(specs, settings, measured_configs)
     points: list[MeasuredRound] = []
-    memory, done = (0, 0.0), _runs_at(1, settings.costs.prompts)
+    memory, done = (0, 0.0), runs_at(1, settings.costs.prompts)
     with bar("measure times", len(grid.places) + len(grid.prompts) + 1, "points") as advance:
         # 1) allocations, kernel choices and clocks settle
         _rounds_at(target, decoders, text, 1, grid.context, settings)
         advance(note="warm-up")
         # 2) rounds of every decoder at every place; the draft's memory at the largest
         for size, context in grid.places:
-            done += _runs_at(size, settings.costs.prompts)
+            done += runs_at(size, settings.costs.prompts)
             rounds = _rounds_at(target, decoders, text, size, context, settings)
             points += _points(decoders, rounds, size, context, f", batch {size}, context {context}")
             if (size, context) == grid.places[0]:
@@ -311,7 +311,7 @@ def _lower_quartile(values: Sequence[float]) -> float:
 # --- a place of the grid ---
 
 
-def _least_middle_largest(spec: ProposerSpec) -> list[DraftConfig]:
+def measured_configs(spec: ProposerSpec) -> list[DraftConfig]:
     """Configs to measure over a grid: the least, the middle and the largest K of chains, or the tree."""
     configs = sorted(spec.configs)
     return sorted({configs[0], configs[(len(configs) - 1) // 2], configs[-1]})
@@ -334,8 +334,8 @@ def _rounds_at(
     rounds: Rounds = {decoder.config: [] for decoder in decoders}
     length = max(context - asked.rounds // 2, 1)  # so that the rounds' mean context is the one asked for
     try:
-        for _ in range(_runs_at(size, asked.prompts)):
-            prompts = _cut_prompts(text, size, length)
+        for _ in range(runs_at(size, asked.prompts)):
+            prompts = cut_prompts(text, size, length)
             timed = interleaved_rounds(target, decoders, prompts, settings.sampling[0], asked.rounds)
             for config, seconds in timed.items():
                 rounds[config] += seconds[asked.warmup_rounds :]
@@ -346,20 +346,30 @@ def _rounds_at(
     return rounds
 
 
-def _runs_at(size: int, prompts: int) -> int:
+def runs_at(size: int, prompts: int) -> int:
     """Runs at one batch size, so that each size sees about as many prompts."""
     return max(prompts // size, 1)
 
 
 def _runs(grid: Grid, prompts: int) -> int:
     """Runs over a grid, with those at batch size 1 that warm up."""
-    return _runs_at(1, prompts) + sum(_runs_at(size, prompts) for size, _ in grid.places)
+    return runs_at(1, prompts) + sum(runs_at(size, prompts) for size, _ in grid.places)
 
 
-def _cut_prompts(text: Sequence[int], count: int, length: int) -> list[list[int]]:
+def cut_prompts(text: Sequence[int], count: int, length: int) -> list[list[int]]:
     """Prompts of equal length (tokens), cut from different places of the text; a short text is repeated."""
     step = max(len(text) // count, 1)
     return [list(islice(cycle(text), place * step, place * step + length)) for place in range(count)]
+
+
+def draft_memory(
+    target: CausalModel, spec: ProposerSpec, prompt: Sequence[int], settings: ScoreSettings
+) -> tuple[int, float]:
+    """Bytes of the draft's weights, and bytes that it keeps per token of a sequence, after a few rounds on a prompt."""
+    decoder = _decoders([spec], settings, lambda one: measured_configs(one)[:1])[1]
+    rounds = settings.costs.rounds
+    interleaved_rounds(target, [decoder], [list(prompt)], settings.sampling[0], rounds)
+    return _draft_memory(target, decoder, 1, len(prompt) + rounds // 2, rounds)
 
 
 def _draft_memory(target: CausalModel, decoder: _Decoder, size: int, context: int, rounds: int) -> tuple[int, float]:
@@ -398,7 +408,7 @@ def _prompt_seconds(
 ) -> list[float]:
     """Seconds from a prompt's slot to the next one's, in a run whose answers end with their first token."""
     # With one slot, each prompt starts when the one before it is read: differences of starts are prefill times.
-    prompts = _cut_prompts(text, _PROMPTS_A_RUN, length)
+    prompts = cut_prompts(text, _PROMPTS_A_RUN, length)
     requests = [Request(prompt, sampling, seed, 1) for seed, prompt in enumerate(prompts)]
     run = DecodeRun(target, decoder.proposer, requests, decoder.rule, max(decoder.config.levels, 1))
     done = sorted((index, one.begun) for finished in decode_rounds(run) for index, one in finished)

@@ -189,8 +189,8 @@ class CostFit:
 
     @property
     def hardware(self) -> str:
-        """Hardware and precision of the measured times, in words."""
-        return f"{self.table.key.hardware}, {self.table.key.dtype}"
+        """Whose times these are, in words: hardware and precision, after the engine where one was measured."""
+        return self.table.whose
 
     def outside(self, batch_size: int, context: int, prompt: int) -> str | None:
         """Reason why the times do not hold at a batch size, context and prompt length; None: they hold."""

@@ -41,6 +41,8 @@ class CostKey(_Record):
     version: int = COSTS_VERSION
     hardware: str
     """CPU model and threads, or the GPU's name."""
+    engine: str = ""
+    """Serving engine that was measured, with its version; empty: draftforge's own decoder."""
     software: str
     dtype: str
     target: dict[str, Any]
@@ -53,7 +55,7 @@ class CostKey(_Record):
     @property
     def digest(self) -> str:
         """SHA-256 of the key, 64 hex digits: equal keys have equal digests."""
-        return fingerprint.of_json(self.model_dump(mode="json"))
+        return fingerprint.of_json(self.model_dump(mode="json", exclude=None if self.engine else {"engine"}))
 
 
 class RoundCost(_Record):
@@ -113,12 +115,20 @@ class CostTable(_Record):
     """Weights that the draft does not share with the target."""
     cache_bytes_per_token: float = Field(default=0.0, ge=0)
     """Bytes that the draft keeps of each token of each sequence: keys, values and buffers."""
+    measured: str = ""
+    """Day on which an engine was measured, such as 2026-11-30; empty: not noted."""
 
     @model_validator(mode="after")
     def _has_plain_rounds(self) -> "CostTable":
         if all(point.way != PLAIN_WAY for point in self.points):
             raise ValueError("points: must hold a plain round")
         return self
+
+    @property
+    def whose(self) -> str:
+        """Whose times these are, in words: hardware and precision, after the engine where one was measured."""
+        where = f"{self.key.hardware}, {self.key.dtype}"
+        return f"{self.key.engine} on {where}, measured {self.measured}" if self.key.engine else where
 
     @property
     def plain_seconds(self) -> float:

@@ -134,7 +134,7 @@ def parse(text: str, source: str) -> Counters:
 
 def _parsed(text: str, source: str) -> Counters:
     # 1) The engine by the prefix of its metrics' names.
-    found = _samples_by_name(text, source)
+    found = samples_by_name(text, source)
     for engine, prefix, convention in (("vllm", "vllm:", "unclipped"), ("llama.cpp", "llamacpp:", "drafts")):
         if f"{prefix}{_NUM}drafts_total" in found:
             return _by_drafts(found, engine, prefix, convention, source)  # type: ignore[arg-type]
@@ -156,7 +156,8 @@ Samples = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
 """Labels and value of each sample, by the metric's name."""
 
 
-def _samples_by_name(text: str, source: str) -> Samples:
+def samples_by_name(text: str, source: str) -> Samples:
+    """Samples of a Prometheus text. Raises InputError, naming `source`, for any other."""
     # The parser takes time quadratic in a line, and keeps an object of hundreds of bytes for each.
     lines = text.split("\n")
     if len(lines) > _MOST_LINES or max(map(len, lines)) > _LONGEST_LINE:
@@ -171,7 +172,7 @@ def _samples_by_name(text: str, source: str) -> Samples:
     return found
 
 
-def _total(found: Samples, name: str) -> float:
+def total(found: Samples, name: str) -> float:
     """Sum of a metric over all labels: models and processes of one engine."""
     return sum(value for _, value in found.get(name, ()))
 
@@ -187,9 +188,9 @@ def _by_drafts(found: Samples, engine: str, prefix: str, convention: Convention,
     return Counters(
         engine,
         convention,
-        rounds=_total(found, f"{prefix}{_NUM}drafts_total"),
-        accepted=_total(found, f"{prefix}{_NUM}accepted_tokens_total"),
-        drafted=_total(found, f"{prefix}{_NUM}draft_tokens_total"),
+        rounds=total(found, f"{prefix}{_NUM}drafts_total"),
+        accepted=total(found, f"{prefix}{_NUM}accepted_tokens_total"),
+        drafted=total(found, f"{prefix}{_NUM}draft_tokens_total"),
         accepted_at=tuple(by_position[k] for k in range(max(by_position, default=-1) + 1)),
     )
 
@@ -204,7 +205,7 @@ def _sglang(found: Samples, source: str) -> Counters:
     missing = next((name for name in needed if name not in found), None)
     if missing:
         raise InputError(f"{source}: {missing}: is missing beside sglang:spec_verify_calls_total")
-    tokens, requests, rounds = (_total(found, name) for name in needed)
+    tokens, requests, rounds = (total(found, name) for name in needed)
     return Counters("sglang", "rounds", rounds, max(tokens - requests - rounds, 0.0))
 
 

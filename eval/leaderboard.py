@@ -403,7 +403,7 @@ def _row(table: pa.Table, costs: Times, baseline: bool, settings: ScoreSettings)
         tau=pooled,
         acceptance=acceptance(table, settings.confidence),
         alphas=tuple(alphas(table, settings.confidence)),
-        draft_seconds=cost.draft_seconds,
+        draft_seconds=math.nan if costs.key.engine else cost.draft_seconds,  # an engine's times are of whole rounds
         verify_seconds=cost.verify_seconds,
         speedup=gain.estimate(pooled),
         gain=gain,

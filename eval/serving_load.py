@@ -91,9 +91,11 @@ class LoadTimes:
     @property
     def description(self) -> str:
         """Words on the load, and on where its times come from."""
+        # An engine's times are of whole rounds.
+        parts = "verify ms, the whole round," if self.key.engine else "draft and verify ms"
         return (
             f"load: {self.load.description}; times of {self.fit.hardware}, fitted to {self.fit.error:.0%} (plain "
-            f"rounds: {self.fit.plain_error:.0%}); draft and verify ms at batch {self.load.main}"
+            f"rounds: {self.fit.plain_error:.0%}); {parts} at batch {self.load.main}"
         )
 
     def gain(self, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
@@ -207,7 +209,7 @@ class LoadFigures:
 
     load: str
     hardware: str
-    """Hardware and precision at which times were measured."""
+    """Whose times these are: hardware and precision, after the engine where one was measured."""
     fit_error: float
     """Median leave-one-out error of fitted ratios to plain rounds, a share."""
     goodput: Estimate

@@ -5,6 +5,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from ..data.settings import server_address
 from ..specdec.accept_rules import RULES, RuleName, preferred_rules
 from ..specdec.proposers.tree_settings import MOST_LEVELS, MeasuredTree, TreeSettings
 from ..specdec.sampling_settings import SamplingSettings
@@ -13,6 +14,76 @@ Engine = Literal["vllm", "sglang", "llama.cpp", "draftforge"]
 EngineRule = Literal["token", "block", "onehot", "match"]
 FEWEST_CLUSTERS = 3
 """Least number of clusters with an interval: two differ once, which does not tell how far clusters differ."""
+
+
+class EngineCostSettings(BaseModel):
+    """Round times of the operator's own engine instead of draftforge's decoder: of servers that are started here, one
+    after another, or of running ones, which must serve nothing else meanwhile."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    engine: Literal["vllm"]
+    """The engine, which is the load's: vLLM 0.23 or later."""
+    start: bool = False
+    """Start its servers on this machine: one without a draft, and one for each way of drafting at its least, middle and
+    largest K."""
+    venv: Path | None = None
+    """With `start`: folder of the virtual environment that holds the engine; absent: this process's Python has it."""
+    flags: list[str] = []
+    """With `start`: options of every server, as in production, such as [--gpu-memory-utilization, "0.6"]: the target is
+    loaded here, too."""
+    start_seconds: float = Field(default=600.0, gt=0)
+    """With `start`: longest wait for a server to answer."""
+    plain_url: str | None = None
+    """Without `start`: address of a server without a draft, such as http://localhost:8000."""
+    draft_urls: dict[str, dict[int, str]] = {}
+    """Without `start`: addresses of servers that draft, by family (`lookup`: prompt lookup) and K; of each family at
+    least the least and the largest of `score.draft_tokens`."""
+    hardware: str | None = Field(default=None, min_length=1, max_length=200)
+    """Without `start`: what these servers run on, in words, as they do not tell."""
+    api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    """Without `start`: environment variable that holds the servers' API key."""
+    timeout_seconds: float = Field(default=600.0, gt=0)
+    """Longest wait for one answer."""
+
+    @field_validator("plain_url")
+    @classmethod
+    def _is_an_address(cls, url: str | None) -> str | None:
+        return None if url is None else server_address(url)
+
+    @field_validator("draft_urls")
+    @classmethod
+    def _are_addresses(cls, urls: dict[str, dict[int, str]]) -> dict[str, dict[int, str]]:
+        found: dict[str, dict[int, str]] = {}
+        for family, by_K in urls.items():
+            if not by_K or not all(1 <= K <= MOST_LEVELS for K in by_K):
+                raise ValueError(
+                    f"{family}: K = {min(by_K, default='none')}: must be 1 to {MOST_LEVELS}, each its address"
+                )
+            for K, url in by_K.items():
+                try:
+                    found.setdefault(family, {})[K] = server_address(url)
+                except ValueError as error:
+                    raise ValueError(f"{family}.{K}: {error}") from None
+        return found
+
+    @model_validator(mode="after")
+    def _started_or_running(self) -> "EngineCostSettings":
+        running = {"plain_url": self.plain_url, "draft_urls": self.draft_urls, "hardware": self.hardware}
+        if self.start:
+            given = [name for name, value in {**running, "api_key_env": self.api_key_env}.items() if value]
+            if given:
+                raise ValueError(f"{given[0]}: is of running servers; leave it out, or start")
+            return self
+        if missing := [name for name, value in running.items() if not value]:
+            raise ValueError(
+                f"{missing[0]}: required where start is false: times need a server without a draft and others"
+            )
+        if self.venv is not None or self.flags:
+            raise ValueError(
+                f"{'flags' if self.flags else 'venv'}: is of servers that are started here; set start: true"
+            )
+        return self
 
 
 class LoadSettings(BaseModel):
@@ -32,6 +103,8 @@ class LoadSettings(BaseModel):
     """Tokens that a round's attention reads of a request, on average: the prompt and half the answer."""
     answer_tokens: int = Field(ge=2)
     """Tokens of an answer, on average."""
+    costs: EngineCostSettings | None = None
+    """Times of rounds in the engine itself; absent: those of draftforge's own decoder, or of `score.costs.fit`."""
 
     @model_validator(mode="after")
     def _possible(self) -> "LoadSettings":
@@ -49,6 +122,8 @@ class LoadSettings(BaseModel):
         if self.rule is not None and self.engine != "draftforge" and self.engine not in RULES[self.rule].engines:
             can = [name for name, rule in RULES.items() if self.engine in rule.engines and not rule.greedy_only]
             raise ValueError(f"rule {self.rule}: {self.engine} has {', '.join(can)}")
+        if self.costs is not None and self.costs.engine != self.engine:
+            raise ValueError(f"costs.engine {self.costs.engine}: must be the load's engine, which is {self.engine}")
         return self
 
     @property
@@ -200,6 +275,16 @@ class ScoreSettings(BaseModel):
             raise ValueError(f"decode_draft_tokens {unknown}: must be among draft_tokens {self.draft_tokens}")
         if self.costs.fit is not None and self.load is None:
             raise ValueError(f"costs.fit {self.costs.fit}: needs a load, whose batch sizes and lengths it is read at")
+        if self.load is not None and self.load.costs is not None:
+            if self.costs.fit is not None:
+                raise ValueError(
+                    f"costs.fit {self.costs.fit}: load.costs measures in {self.load.engine}; give one of them"
+                )
+            if self.trees:
+                raise ValueError(
+                    f"trees {', '.join(self.trees)}: {self.load.engine} drafts chains only, so load.costs has no times "
+                    "of trees; leave them out"
+                )
         return self
 
     @property

@@ -1,16 +1,17 @@
 """Scorer: acceptance counts, times and perplexity of one draft, with what all drafts of a target share."""
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 
 import pyarrow as pa
 
 from ..data.store import Capture, Sample
-from ..eval.cost_measurement import Grid, costs_file, measure_costs, most_context, rounds_to_time
-from ..eval.cost_table import CostTable, cached_costs, cost_key, table_for
+from ..eval.cost_measurement import Grid, costs_file, draft_memory, measure_costs, most_context, rounds_to_time
+from ..eval.cost_table import CostKey, CostTable, cached_costs, cost_key, hardware_name, table_for
 from ..eval.counts import Method
 from ..eval.draft_configs import ProposerSpec
+from ..eval.engine_costs import EngineMeasurement, EngineServers, plain_key
 from ..eval.leaderboard import Times
 from ..eval.score import Identity, measured_tree, perplexity, score_draft, stratified_conversations
 from ..eval.serving_load import LoadTimes
@@ -113,7 +114,8 @@ class Scorer:
     def costs(self, draft: StoredDraft, specs: Sequence[ProposerSpec], load: LoadSettings | None = None) -> CostTable:
         """Cost table of this draft shape: seconds of a round at batch 1, or over the grid of a load.
 
-        Measured on this machine, once for each shape, or taken from the table of another machine that the recipe gives.
+        Measured once for each shape, on this machine or in the engine that the load names, or taken from the table of
+        another machine that the recipe gives.
         """
         settings, target = self.settings, self._space.target
         key = cost_key(target, draft.module or draft.family, specs, settings)
@@ -124,6 +126,8 @@ class Scorer:
                 return table_for(key, self._space.given_times, settings.costs.fit)
             deepest = max(depth for spec in specs for depth in spec.depths)
             grid = Grid.around(load, most_context(target.max_positions, deepest, settings.costs.rounds))
+            if load.costs is not None:
+                return self._engine_costs(draft, specs[0], key, grid)
 
         # 2) Measure, or read what another checkpoint or process of the same shape has measured.
         def to_time() -> Work:
@@ -134,8 +138,42 @@ class Scorer:
 
         def measure() -> CostTable:
             prompts = [sample.prompt_ids for sample in self.samples]
-            with estimated(self._space, "times", to_time, path) as reached:
+            with estimated(self._space, "times", to_time, self._costs_path(key, grid)) as reached:
                 return measure_costs(key, target, specs, prompts, settings, grid, reached)
 
-        path = self._space.root / "costs" / costs_file(key, grid)
-        return cached_costs(path, key, measure, settings.costs.wait_seconds)
+        return self._cached(key, grid, measure)
+
+    def _engine_costs(self, draft: StoredDraft, spec: ProposerSpec, own: CostKey, grid: Grid) -> CostTable:
+        """Cost table of this draft shape in the engine of the load; chains only. `own`: key of our own times."""
+        servers, settings, target = self.engine, self.settings, self._space.target
+        prompts = [sample.prompt_ids for sample in self.samples]
+        found = {"hardware": servers.hardware, "engine": servers.engine, "software": servers.software}
+        key = own.model_copy(update=found)
+        # Rounds without a draft are measured once, for all drafts of the target.
+        measurement, alone = EngineMeasurement(servers, prompts, settings, grid, target.max_positions), plain_key(key)
+        plain = self._cached(alone, grid, lambda: measurement.plain(alone))
+
+        def measure() -> CostTable:
+            table = measurement.drafted(key, plain, draft, spec)
+            # The engine does not tell what the draft keeps: our own decoder's draft tells it.
+            weights, kept = draft_memory(target, spec, prompts[0][-grid.context :], settings)
+            return table.model_copy(update={"draft_bytes": weights, "cache_bytes_per_token": kept})
+
+        return self._cached(key, grid, measure)
+
+    @cached_property
+    def engine(self) -> EngineServers:
+        """Servers of the engine that `score.load.costs` names."""
+        space, load = self._space, self.settings.load
+        assert load is not None and load.costs is not None
+        dtype = str(space.target.dtype).removeprefix("torch.")
+        on_gpu, logs = self.device.type == "cuda", space.root / "costs" / "logs"
+        hardware = hardware_name(self.device)
+        return EngineServers(load.costs, space.target_settings, dtype, hardware, on_gpu, logs)
+
+    def _cached(self, key: CostKey, grid: Grid | None, measure: Callable[[], CostTable]) -> CostTable:
+        path = self._costs_path(key, grid)
+        return cached_costs(path, key, measure, self.settings.costs.wait_seconds)
+
+    def _costs_path(self, key: CostKey, grid: Grid | None) -> Path:
+        return self._space.root / "costs" / costs_file(key, grid)

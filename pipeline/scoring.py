@@ -19,6 +19,7 @@ from ..errors import InputError, MissingFileError, named
 from ..eval import counts
 from ..eval.cost_measurement import Grid, most_context, room_for_rounds
 from ..eval.cost_table import write_tables
+from ..eval.engine_costs import EngineServers
 from ..eval.leaderboard import (
     PLAIN,
     Checkpoint,
@@ -142,6 +143,11 @@ def check_score(space: Workspace, names: Collection[str], what: str = "a score",
                 f"drafts.{name}.init_from=<checkpoint> and no backbone"
             )
     check_load(space, trees)
+    load = space.recipe.score.load
+    if load is not None and load.costs is not None and space.first_rank:
+        families = [LOOKUP, *(space.recipe.drafts[name].family for name in names)]
+        servers = EngineServers(load.costs, space.target_settings, "auto", "", False, space.root)
+        servers.check(families, space.recipe.score.draft_tokens)
 
 
 def check_load(space: Workspace, trees: bool = True) -> None:

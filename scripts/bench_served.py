@@ -53,12 +53,13 @@ from draftforge.eval.score import Identity, score_draft
 from draftforge.eval.serving_load import LoadTimes
 from draftforge.eval.settings import SELECTION_SPLIT, CostSettings, LoadSettings, ScoreSettings
 from draftforge.eval.target_pass_cache import TargetPassCache
+from draftforge.eval.vllm_server import MODEL, VllmClient, VllmLauncher
 from draftforge.pipeline.stages import captured_stages, checkpoints_of
 from draftforge.pipeline.workspace import Workspace
 from draftforge.progress import bar, say
 from draftforge.recipe import load_recipe
 from draftforge.registry.lineage import git_commit
-from draftforge.scripts.vllm_servers import PLAIN, Client, Draft, Prompt, Setup, Vllm, measure
+from draftforge.scripts.vllm_servers import PLAIN, Draft, Prompt, Setup, measure
 from draftforge.specdec.formats import meta_file, read_meta
 from draftforge.specdec.formats.layouts import NATIVE, family_at, layout_of
 from draftforge.specdec.proposers.training_free import LOOKUP
@@ -163,7 +164,12 @@ def measured_key(setup: Setup, concurrency: int) -> str:
 
 
 def serve_all(
-    bench: Bench, vllm: Vllm, target: TargetSettings, setups: Sequence[Setup], prompts: Sequence[Prompt], asked: Json
+    bench: Bench,
+    vllm: VllmLauncher,
+    target: TargetSettings,
+    setups: Sequence[Setup],
+    prompts: Sequence[Prompt],
+    asked: Json,
 ) -> None:
     """Measure what is not measured yet, one server after another."""
     sizes: list[int] = asked["concurrency"]
@@ -173,13 +179,13 @@ def serve_all(
             if not missing:
                 continue
             begun = time.monotonic()
-            record: Json = {"command": shlex.join(vllm.words(setup, target, "PORT"))}
+            record: Json = {"command": shlex.join(vllm.words(setup.command(target), target.dtype, "PORT"))}
             record |= {"notes": list(setup.command(target).notes), "log": f"logs/{setup.key}.log"}
             say(f"{setup.key}: starting (log: {bench.out / record['log']})")
             done = 0
             try:
-                with vllm.serving(setup, target, bench.out / record["log"]) as address:
-                    client = Client(address)
+                with vllm.serving(setup.command(target), target.dtype, bench.out / record["log"]) as address:
+                    client = VllmClient(setup.key, address, model=MODEL)
                     record |= {"engine": client.version(), "start_seconds": time.monotonic() - begun}
                     bench.keep("servers", setup.key, record)
                     for size in missing:
@@ -468,10 +474,10 @@ def main(
     setups = [Setup(None, 0), *(Setup(one, K) for one in drafts for K in depths)]
     # Answers that repeat a prompt must read it again, as new ones would.
     flags = ["--max-num-seqs", str(sizes[-1]), "--no-enable-prefix-caching", *shlex.split(vllm_flags)]
-    vllm = Vllm(vllm_python.absolute(), vllm_site, flags, start_seconds)
+    vllm = VllmLauncher(vllm_python.absolute(), flags, start_seconds, vllm_site)
     if dry_run:
         for setup in setups:
-            print(shlex.join(vllm.words(setup, settings, "PORT")))
+            print(shlex.join(vllm.words(setup.command(settings), settings.dtype, "PORT")))
         return
     rows = read_prompts(prompts, limit, settings)
     asked: Json = {"target": settings.model, "dtype": dtype, "new_tokens": new_tokens, "waves": waves, "flags": flags}

@@ -5,6 +5,7 @@ repeat a request whose body is cut or is no answer, its waits cannot be ended, a
 length.
 """
 
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -20,13 +21,14 @@ from ...storage import parse_json
 T = TypeVar("T")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _CONNECT_SECONDS = 10.0
+_LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class RefusedError(InputError):
     """The server will not do what it was asked."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
 
@@ -50,6 +52,7 @@ class JsonServer:
         self._most_bytes = most_bytes
         self.name = f"{field}: {urlsplit(url).netloc}"
         self._url, self._auth, self._timeout, self._retries = url, BearerAuth(key), timeout_seconds, retries
+        self._here = urlsplit(url).hostname in _LOOPBACK
         self._local = threading.local()
         self._closed = threading.Event()
 
@@ -63,13 +66,17 @@ class JsonServer:
         `read` raises UnusableError, KeyError, TypeError or ValueError for a useless reply. Raises EngineError after the
         last try, RefusedError for a 4xx.
         """
-        return self._request("GET", path, None, read)
+        return self._request("GET", path, None, lambda content: read(parse_json(content)))
 
     def post(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
         """Request a path with a body; see `get`."""
-        return self._request("POST", path, body, read)
+        return self._request("POST", path, body, lambda content: read(parse_json(content)))
 
-    def _request(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
+    def get_text(self, path: str) -> str:
+        """Request a path whose reply is text (UTF-8), not JSON; see `get`."""
+        return self._request("GET", path, None, lambda content: content.decode())
+
+    def _request(self, method: str, path: str, body: Any, read: Callable[[bytes], T]) -> T:
         for attempt in range(self._retries + 1):
             try:
                 return self._try(method, path, body, read)
@@ -84,7 +91,7 @@ class JsonServer:
             f"{self.name}: {failure} ({attempt + 1} tries); the same command goes on from what is finished"
         )
 
-    def _try(self, method: str, path: str, body: Any, read: Callable[[Any], T]) -> T:
+    def _try(self, method: str, path: str, body: Any, read: Callable[[bytes], T]) -> T:
         # 1) A reply, whole and in time.
         try:
             with self._session().request(
@@ -112,7 +119,7 @@ class JsonServer:
 
         # 3) Its content.
         try:
-            return read(parse_json(content))
+            return read(content)
         # An error of ours is a verdict of `read` (such as a setting to change); only malformed replies are tried again.
         except DraftforgeError:
             raise
@@ -123,8 +130,19 @@ class JsonServer:
         if not hasattr(self._local, "session"):
             self._local.session = bounded_session()
             self._local.session.auth = self._auth
+            self._local.session.trust_env = not self._here  # no proxy stands between this machine and itself
         session: requests.Session = self._local.session
         return session
+
+
+def key_in(variable: str | None, field: str) -> str | None:
+    """The key that an environment variable holds; None: none is named. Raises InputError where it is not set."""
+    if variable is None:
+        return None
+    key = os.environ.get(variable)
+    if not key:
+        raise InputError(f"{field}: the environment variable {variable} is not set")
+    return key
 
 
 def _error_message(content: bytes) -> str:

@@ -7,7 +7,6 @@ Shapes: n answer tokens, k top ids, M tail draws (none here).
 """
 
 import math
-import os
 import queue
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +24,7 @@ from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target, locate
 from ..settings import VllmBackend
 from ..teacher_logprobs import FLOOR
-from .http_json import JsonServer, RefusedError
+from .http_json import JsonServer, RefusedError, key_in
 
 _LEAST_TEMPERATURE = 0.01  # vLLM raises any lower one to this
 _MOST_MASS = 1.01  # of the top-k probabilities, rounding included
@@ -169,7 +168,7 @@ class VllmServer:
         self._server = JsonServer(
             "capture.backend.url",
             url,
-            _key(backend),
+            key_in(backend.api_key_env, "capture.backend.api_key_env"),
             backend.timeout_seconds,
             backend.retries,
             int(backend.reply_megabytes * 1e6),
@@ -303,15 +302,6 @@ def _id_of(name: str) -> int:
     if not name.startswith(_TOKEN):
         raise UnusableError(f"token {name!r}; vLLM must know return_tokens_as_token_ids")
     return int(name.removeprefix(_TOKEN))
-
-
-def _key(backend: VllmBackend) -> str | None:
-    if backend.api_key_env is None:
-        return None
-    key = os.environ.get(backend.api_key_env)
-    if not key:
-        raise InputError(f"capture.backend.api_key_env: the environment variable {backend.api_key_env} is not set")
-    return key
 
 
 def check_local(target: Target) -> tuple[Any, Path]:

@@ -15,10 +15,12 @@ from trained import PROMPTS, Trained
 from typer.testing import CliRunner
 
 from draftforge.errors import EngineError, InputError
+from draftforge.eval import vllm_server
 from draftforge.scripts import bench_served, vllm_servers
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.serve_commands import plain_command
 from draftforge.specdec.target_settings import TargetSettings
 
 STAND_IN = Path(__file__).parents[1] / "support" / "vllm_stand_in.py"
@@ -156,14 +158,14 @@ def test_a_server_that_does_not_answer_is_stopped_with_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ignores the request to end, and so does a process that it started."""
-    monkeypatch.setattr(vllm_servers, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_server, "_STOP_SECONDS", 0.1)
+    monkeypatch.setattr(vllm_server, "_ENDING_SECONDS", 0.1)
     stubborn = tmp_path / "python"
     stubborn.write_text("#!/bin/sh\ntrap '' TERM\nsleep 61 &\necho $! $$ >&2\nwait\nsleep 62\n")
     stubborn.chmod(0o755)
-    vllm = vllm_servers.Vllm(stubborn, None, [], start_seconds=0.3)
-    setup, log = vllm_servers.Setup(None, 0), tmp_path / "log"
-    target = TargetSettings(model="TARGET", dtype="float32")
-    with pytest.raises(EngineError, match=r"not answer within 0\.3 s"), vllm.serving(setup, target, log):
+    vllm, log = vllm_server.VllmLauncher(stubborn, [], start_seconds=0.3), tmp_path / "log"
+    command = plain_command("vllm", TargetSettings(model="TARGET"))
+    with pytest.raises(EngineError, match=r"not answer within 0\.3 s"), vllm.serving(command, "float32", log):
         raise AssertionError
     pids = log.read_text().split()
     assert len(pids) == 2

@@ -8,10 +8,13 @@ from typing import Any
 import loads
 import pytest
 import yaml
+from simulated_engine import SimulatedServers
 
 from draftforge.errors import InputError
-from draftforge.eval import counts
+from draftforge.eval import counts, engine_costs
 from draftforge.eval.cost_table import CostKey, CostTable, read_tables, write_tables
+from draftforge.eval.draft_configs import DraftConfig
+from draftforge.eval.serving_load import LoadTimes
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import draft_scorer, export, parallel_scoring, scoring
 from draftforge.pipeline.scoring import Scored
@@ -98,6 +101,49 @@ def test_a_score_at_a_load_end_to_end(
         InputError, match=r"score\.costs\.fit .*theirs\.json: holds no times of this target and draft: "
     ):
         flow.score(load_recipe(path, [f"score.costs.fit={other}", "score.draft_tokens=[1,4]"]), None)
+
+
+def test_scores_and_a_policy_by_times_of_the_operators_engine(
+    write_recipe: WriteRecipe,
+    boards: list[Scored],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Both drafts have their times in the engine, measured once; tables, page and policy say whose they are."""
+    servers = SimulatedServers(
+        lambda B, K, C: 5e-3 + 1e-3 * max(B * (K + 1) - 8, 0), lambda tokens, K: 1e-6 * tokens, ks=(1, 2)
+    )  # fmt: skip
+    for module in (draft_scorer, scoring):
+        monkeypatch.setattr(module, "EngineServers", lambda *given: servers)
+    monkeypatch.setattr(engine_costs, "_LOOK_SECONDS", 0)
+    load = {**LOAD, "context_tokens": 60, "costs": {"engine": "vllm", "start": True}}
+    costs = {"prompts": 1, "rounds": 5, "warmup_rounds": 1}
+    recipe = load_recipe(
+        write_recipe(score=score_section(load=load, costs=costs, tie_share=0), drafts={"small": SMALL})
+    )
+    flow.score(recipe, None)
+    started = ["plain", "lookup 1 greedy", "lookup 2 greedy", "small 1 greedy", "small 2 greedy"]
+    assert servers.started == ["check lookup small [1, 2]", *started]
+    (scored,) = boards
+    whose = "times of vLLM 0.99 on 1 card, float32, measured 20"
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count(whose) >= 3 and "n/a" in said  # draft ms
+    row, tables = scored.chosen, read_tables(scored.times_file)
+    assert row.load is not None and row.load.hardware.startswith("vLLM 0.99 on 1 card, float32, measured ")
+    assert {(table.key.engine, table.key.software, table.key.hardware) for table in tables} == {
+        ("vLLM 0.99", "vLLM 0.99 --flag", "1 card")
+    }
+    assert max(table.draft_bytes for table in tables) > 0 and max(table.cache_bytes_per_token for table in tables) > 0
+    times = json.loads((scored.stage.folder / scoring.SCORES_FILE).read_text())["times"]
+    assert whose in times["said"] and times["software"] == "vLLM 0.99 --flag"
+    # A round of the batch's first eight tokens costs a plain one here.
+    found = scored.times[row.draft, row.step]
+    assert isinstance(found, LoadTimes) and found.fit.round(DraftConfig(2), 1, 60).seconds == pytest.approx(5e-3)
+    # The same times serve the policy, and are not measured again.
+    export.export(recipe, tmp_path / "out", "small", None, None, "vllm")
+    said = " ".join(capsys.readouterr().err.split())
+    assert "policy: K=" in said and whose in said and servers.started[1:] == started
 
 
 def test_a_race_drops_what_cannot_win_and_goes_on_after_a_kill(

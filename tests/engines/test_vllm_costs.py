@@ -1,0 +1,81 @@
+"""Costs from a real vLLM: a score by the times of servers that the measurement starts itself. `make test-vllm`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from vllm_served import VARIABLES, VLLM, environment
+
+from draftforge.eval.cost_table import read_tables
+from draftforge.eval.draft_configs import DraftConfig
+from draftforge.eval.serving_load import LoadTimes
+from draftforge.pipeline import distill as flow
+from draftforge.pipeline.scoring import Scored
+from draftforge.recipe import load_recipe
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
+K, SIZES, CONTEXT = 2, {1: 0.5, 3: 0.5}, 100
+FLAGS = ["--enforce-eager", "--max-num-seqs", "4"]
+
+
+def recipe_at(folder: Path, target: Path) -> Path:
+    lines = [json.dumps({"id": str(i), "domain": "orders", "turns": [f"Order {i}: what of it?"]}) for i in range(24)]
+    (folder / "orders.jsonl").write_text("\n".join(lines))
+    costs = {"engine": "vllm", "start": True, "venv": str(VLLM.parents[1]), "flags": FLAGS, "start_seconds": 300}
+    load = {"engine": "vllm", "batch_sizes": SIZES, "context_tokens": CONTEXT, "answer_tokens": 16, "costs": costs}
+    score = {"draft_tokens": [K], "decode_conversations": 1, "load": load}
+    recipe: dict[str, Any] = {
+        "name": "tiny",
+        "workdir": str(folder / "work"),
+        "target": {"model": str(target), "device": "cpu"},
+        "mix": {"sources": [{"kind": "turns", "path": "orders.jsonl"}], "selection_share": 0.3, "holdout_share": 0.2},
+        "capture": {"max_new_tokens": 12, "top_k": 16, "tail_samples": 4},
+        "drafts": {"small": {"family": "small", "layers": 2, "steps": 2, "warmup_steps": 1, "tokens_per_step": 256}},
+        "score": score | {"costs": {"prompts": 1, "rounds": 8, "warmup_rounds": 1}},
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
+
+
+def test_a_score_by_times_of_a_real_engine(
+    tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment()
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    seen, inner = list[Scored](), flow.score_stage
+
+    def spy(*given: Any) -> Scored:
+        found = inner(*given)
+        assert found is not None
+        seen.append(found)
+        return found
+
+    monkeypatch.setattr(flow, "score_stage", spy)
+    recipe = load_recipe(recipe_at(tmp_path, tiny_target_folder))
+    flow.score(recipe, None)
+    # 1) One server without a draft, and one for each way of drafting.
+    logs = tmp_path / "work" / "costs" / "logs"
+    assert {path.name for path in logs.iterdir()} == {"plain.log", f"lookup-K{K}.log", f"small-K{K}.log"}
+    (scored,) = seen
+    tables = read_tables(scored.times_file)
+    assert len(tables) == 2
+    for table in tables:
+        assert table.key.engine.startswith("vLLM 0.") and table.key.software == f"{table.key.engine} {' '.join(FLAGS)}"
+        assert {(row.levels, row.batch_size) for row in table.points} == {
+            (k, size) for k in (0, K) for size in (1, 2, 3)
+        }
+        assert all(0 < row.verify_seconds < 60 and row.rounds >= 1 for row in table.points)
+        assert all(0 < one.plain_seconds < 60 for one in table.prompt_points)
+    # 2) Scores are by these, and say so.
+    times = scored.times["small", 2]
+    assert isinstance(times, LoadTimes) and times.table in tables
+    assert f"times of {tables[0].key.engine} on " in " ".join(capsys.readouterr().out.split())
+    row = next(row for row in scored.rows if row.draft == "small")
+    assert row.speedup.value == pytest.approx(times.gain(DraftConfig(K)).speedup(row.tau.value))
+    # 3) They are kept: no server is started again.
+    before = {path: path.stat().st_mtime_ns for path in logs.iterdir()}
+    flow.score(recipe, None)
+    assert {path: path.stat().st_mtime_ns for path in logs.iterdir()} == before and seen[1].times == scored.times

@@ -1,0 +1,257 @@
+"""Costs from the engine: planted times are recovered, and servers that cannot tell them are refused."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from simulated_engine import SimulatedServers
+from trained import Trained
+
+from draftforge import fingerprint
+from draftforge.errors import DraftforgeError, InputError
+from draftforge.eval import engine_costs
+from draftforge.eval.cost_measurement import Grid
+from draftforge.eval.cost_table import CostKey, CostTable
+from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
+from draftforge.eval.engine_costs import EngineMeasurement, EngineServers, full_round, plain_key
+from draftforge.eval.serving_load import LoadTimes
+from draftforge.eval.settings import CostSettings, EngineCostSettings, LoadSettings, ScoreSettings
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
+from draftforge.specdec.serve_commands import ServeCommand
+from draftforge.specdec.target_settings import TargetSettings
+
+STARTED = EngineCostSettings(engine="vllm", start=True)
+LOAD = LoadSettings(
+    engine="vllm", batch_sizes={1: 0.5, 6: 0.5}, context_tokens=300, answer_tokens=64, costs=STARTED
+)  # fmt: skip
+SETTINGS = ScoreSettings(
+    draft_tokens=[1, 2, 3, 4], load=LOAD, costs=CostSettings(prompts=4, rounds=16, warmup_rounds=3)
+)  # fmt: skip
+ROOM = 2048
+GRID = Grid.around(LOAD, 1024)
+KEY = CostKey(
+    hardware="1 card", engine="vLLM 0.99", software="vLLM 0.99 --flag", dtype="bfloat16", target={"class": "T"},
+    draft={"class": "D"}, sampling="greedy",
+    plans={str(K): {"rule": "greedy", "levels": K, "tree": None} for K in (1, 2, 3, 4)},
+)  # fmt: skip
+PROMPTS = [list(range(start, start + 90)) for start in (0, 1000, 2000)]
+SPEC = ProposerSpec(PromptLookup, (1, 2, 3, 4))
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_costs, "_LOOK_SECONDS", 0)
+    monkeypatch.setattr(engine_costs, "_SETTLE_SECONDS", 0.05)
+
+
+def round_seconds(batch: int, K: int, context: float) -> float:
+    """Planted: linear in the context, so that its mean is what counts."""
+    return 4e-3 + 1.5e-3 * K + 1e-4 * batch * (K + 1) + 2e-6 * batch * context
+
+
+def prompt_seconds(tokens: int, K: int) -> float:
+    """The target's part, and a tenth of it with a draft."""
+    return (1e-3 + 2e-5 * tokens) * (1.1 if K else 1.0)
+
+
+def measured(servers: SimulatedServers, family: str = "eagle3") -> CostTable:
+    found: Any = servers
+    measurement = EngineMeasurement(found, PROMPTS, SETTINGS, GRID, ROOM)
+    draft: Any = SimpleNamespace(family=family)
+    return measurement.drafted(KEY, measurement.plain(plain_key(KEY)), draft, SPEC)
+
+
+def test_planted_times_are_recovered() -> None:
+    servers = SimulatedServers(round_seconds, prompt_seconds)
+    table = measured(servers)
+    assert servers.started == ["plain", "eagle3 1 greedy", "eagle3 2 greedy", "eagle3 4 greedy"]
+    assert [(row.levels, *row.place) for row in table.points] == [(K, *at) for K in (0, 1, 2, 4) for at in GRID.places]
+    for row in table.points:
+        planted = round_seconds(row.batch_size, row.levels, row.context_tokens)
+        assert row.verify_seconds == pytest.approx(planted, rel=0.01)
+        assert (row.draft_seconds, row.rest_seconds, row.tokens) == (0, 0, row.levels + 1) and row.rounds >= 13
+    for one in table.prompt_points:
+        assert one.plain_seconds == pytest.approx(prompt_seconds(one.tokens, 0), rel=1e-6)
+        assert one.draft_seconds == pytest.approx(prompt_seconds(one.tokens, 1) / 11, abs=2e-4)
+    # Nothing outgrows the target's context, and the batch was reached.
+    assert all(engine.longest < ROOM and max(engine.batches) == 6 for engine in servers.engines)
+    # Scores at the load say whose times these are.
+    times = LoadTimes(table, LOAD)
+    assert times.fit.hardware == f"vLLM 0.99 on 1 card, bfloat16, measured {table.measured}"
+    assert "times of vLLM 0.99 on 1 card, bfloat16, measured 20" in times.description
+    assert "verify ms, the whole round," in times.description
+    ratio = times.fit.round(DraftConfig(3), 6, 300).seconds / times.fit.plain(6, 300)
+    assert ratio == pytest.approx(round_seconds(6, 3, 300) / round_seconds(6, 0, 300), rel=0.03)
+
+
+def test_prompt_lookup_is_timed_by_its_full_rounds() -> None:
+    """Rounds in which no request drafts cost plain ones; they are taken out again."""
+    servers = SimulatedServers(round_seconds, prompt_seconds, ks=(4,), draft_change={"share": 0.6})
+    table = measured(servers, "lookup")
+    for row in table.points:
+        planted = round_seconds(row.batch_size, row.levels, row.context_tokens)
+        assert row.verify_seconds == pytest.approx(planted, rel=0.03)
+    assert full_round(0.9 * 3.0 + 0.1 * 1.0, 1.0, 0.9, 1) == pytest.approx(3.0)
+    assert full_round(0.75 * 3.0 + 0.25 * 1.0, 1.0, 0.5, 2) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "says"),
+    [
+        ("plain_change", {"K": 2}, "engine: drafts; must be a server without a draft"),
+        ("plain_change", {"trouble": "others"}, "engine: answered 7 requests where 6 were sent; it must serve nothing"),
+        ("plain_change", {"trouble": "replicas"}, "engine: has 2 replicas; times are of one"),
+        ("plain_change", {"trouble": "stops"}, "engine: stopped 1 requests; batch 6 at context 600 needs a larger"),
+        ("plain_change", {"most": 3}, "engine: did not run 6 requests at once; batch 6 at context 600 needs a larger"),
+        ("plain_change", {"trouble": "dies"}, "it ended"),
+        ("draft_change", {"drafted": 2}, "engine: drafts 2.0 tokens in 100% of its rounds; must draft 1 in every one"),
+        ("draft_change", {"share": 0.5}, r"engine: drafts 1.0 tokens in [45]\d% of its rounds; must draft 1 in every"),
+        ("draft_change", {"K": 0}, "engine: drafts 0.0 tokens in 0% of its rounds; must draft 1 in every one"),
+    ],
+)
+def test_servers_that_cannot_tell_are_refused(where: str, change: dict[str, Any], says: str) -> None:
+    arguments: dict[str, Any] = {where: change}
+    with pytest.raises(DraftforgeError, match=says):
+        measured(SimulatedServers(round_seconds, prompt_seconds, **arguments))
+
+
+def servers_of(settings: EngineCostSettings, gpu: bool = False, **target: Any) -> EngineServers:
+    return EngineServers(settings, TargetSettings(model="TARGET", **target), "bfloat16", "1 card", gpu, Path("logs"))
+
+
+class FakeLauncher:
+    """Tells a version, and keeps the commands that it is to start."""
+
+    def __init__(self, version: str) -> None:
+        self.found, self.commands = version, list[ServeCommand]()
+
+    def version(self) -> str:
+        return self.found
+
+    @contextmanager
+    def serving(self, command: ServeCommand, dtype: str, log: Path) -> Iterator[str]:
+        self.commands.append(command)
+        yield "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "rule", "synthetic"),
+    [
+        ("0.23.0", True, "greedy", True),
+        ("0.32.0", True, "token", True),
+        ("1.0", True, "greedy", True),
+        ("0.22.1", True, "greedy", False),
+        ("0.32.0", False, "greedy", False),
+        ("0.32.0", True, "block", True),
+    ],
+)
+def test_started_servers_accept_synthetically_where_they_can(
+    trained_drafts: Trained, version: str, gpu: bool, rule: str, synthetic: bool
+) -> None:
+    servers = servers_of(STARTED, gpu)
+    launcher = FakeLauncher(version)
+    servers.__dict__["_launcher"] = launcher
+    draft: Any = SimpleNamespace(family="eagle3", path=trained_drafts.draft_folders["eagle3"], same_tokenizer=True)
+    with servers.plain(), servers.drafting(draft, 3, rule):
+        pass
+    plain, drafting = (shlex.split(command.text) for command in launcher.commands)
+    assert plain == ["vllm", "serve", "TARGET"]
+    config = json.loads(drafting[drafting.index("--speculative-config") + 1])
+    assert (config["method"], config["model"], config["num_speculative_tokens"]) == ("eagle3", str(draft.path), 3)
+    assert config.get("synthetic_acceptance_length") == (2.5 if synthetic else None)
+    assert (config.get("rejection_sample_method") == "synthetic") == synthetic
+    said = " with synthetic acceptance" if synthetic else ""
+    assert (servers.engine, servers.software) == (f"vLLM {version}", f"vLLM {version}{said}")
+
+
+def test_drafts_that_vllm_cannot_read_are_refused(tmp_path: Path) -> None:
+    servers = servers_of(STARTED)
+    servers.__dict__["_launcher"] = FakeLauncher("0.32.0")
+    (tmp_path / "config.json").write_text('{"speculators_model_type": "eagle3"}')
+    save_file({"fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    drafts = [
+        (SimpleNamespace(family="suffix", path=None, same_tokenizer=True), "suffix: vLLM serves no such draft"),
+        (SimpleNamespace(family="small", path=tmp_path, same_tokenizer=False), "vLLM serves no such draft with this"),
+        (SimpleNamespace(family="eagle3", path=tmp_path, same_tokenizer=True), "has format speculators; must be as"),
+    ]
+    for draft, says in drafts:
+        found: Any = draft
+        with pytest.raises(InputError, match=rf"^score\.load\.costs: .*{says}"), servers.drafting(found, 2, "greedy"):
+            raise AssertionError
+    with pytest.raises(InputError, match=r"^score\.load\.costs\.start: the target's adapter lora is merged here"):
+        servers_of(STARTED, adapter="lora")
+
+
+def test_running_servers_are_asked_for_what_they_must_have() -> None:
+    urls = {"lookup": {1: "http://a:1"}, "eagle3": {1: "http://a:2", 3: "http://a:3/v1/", 6: "http://a:4"}}
+    settings = EngineCostSettings(engine="vllm", plain_url="http://a:0", draft_urls=urls, hardware="2 cards")
+    assert settings.draft_urls["eagle3"][3] == "http://a:3"
+    servers = servers_of(settings)
+    assert servers.hardware == "2 cards"
+    spec, draft = ProposerSpec(PromptLookup, (1, 2, 4)), SimpleNamespace(family="eagle3")
+    found: Any = draft
+    assert servers.depths(found, spec) == [1, 3, 6]
+    servers.__dict__["engine"] = "vLLM 0.32.0"
+    servers.check(["eagle3"], [1, 2])
+    says = r"^score\.load\.costs\.draft_urls\.lookup: has K=1 to 1; must have servers of K=1 and K=4$"
+    with pytest.raises(InputError, match=says):
+        servers.check(["eagle3", "lookup"], [1, 2, 4])
+    with pytest.raises(InputError, match=r"draft_urls\.small: has no server; must have servers of K=2 and K=2$"):
+        servers.check(["small"], [2])
+
+
+def test_the_engine_is_part_of_the_key_and_our_own_keys_stay() -> None:
+    own = KEY.model_copy(update={"engine": ""})
+    dumped = own.model_dump(mode="json")
+    del dumped["engine"]
+    assert own.digest == fingerprint.of_json(dumped) != KEY.digest
+    assert KEY.model_copy(update={"software": "vLLM 0.99 --other"}).digest != KEY.digest
+    assert plain_key(KEY).digest not in (KEY.digest, own.digest)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"engine": "sglang", "start": True}, "costs.engine\n.*Input should be 'vllm'"),
+        ({"engine": "vllm"}, "plain_url: required where start is false"),
+        ({"engine": "vllm", "plain_url": "http://a"}, "draft_urls: required where start is false"),
+        (
+            {"engine": "vllm", "plain_url": "http://a", "draft_urls": {"lookup": {1: "http://b"}}},
+            "hardware: required where start is false",
+        ),
+        ({"engine": "vllm", "start": True, "plain_url": "http://a"}, "plain_url: is of running servers"),
+        ({"engine": "vllm", "start": True, "api_key_env": "KEY"}, "api_key_env: is of running servers"),
+        ({"engine": "vllm", "plain_url": "ftp://a"}, "must be an address such as http"),
+        ({"engine": "vllm", "plain_url": "http://me:secret@a"}, "must hold no user name or password"),
+        ({"engine": "vllm", "draft_urls": {"lookup": {0: "http://a"}}}, "lookup: K = 0: must be 1 to 64"),
+        ({"engine": "vllm", "draft_urls": {"lookup": {2: "a:80"}}}, r"lookup\.2: must be an address"),
+        ({"engine": "vllm", "draft_urls": {"lookup": {}}}, "lookup: K = none: must be 1 to 64"),
+        ({"engine": "vllm", "start": True, "start_seconds": 0}, "greater than 0"),
+    ],
+)
+def test_wrong_settings_are_refused(fields: dict[str, Any], says: str) -> None:
+    load = {"engine": "vllm", "context_tokens": 300, "answer_tokens": 64}
+    with pytest.raises(ValidationError, match=says):
+        LoadSettings.model_validate(load | {"costs": fields})
+
+
+def test_engine_costs_go_with_their_engine_and_with_chains() -> None:
+    started = {"engine": "vllm", "start": True}
+    running = {"engine": "vllm", "plain_url": "http://a", "draft_urls": {"lookup": {1: "http://b"}}, "hardware": "h"}
+    load = {"engine": "vllm", "context_tokens": 300, "answer_tokens": 64, "costs": started}
+    with pytest.raises(ValidationError, match="flags: is of servers that are started here; set start: true"):
+        LoadSettings.model_validate(load | {"costs": running | {"flags": ["--x"]}})
+    with pytest.raises(ValidationError, match=r"costs\.engine vllm: must be the load's engine, which is draftforge"):
+        LoadSettings.model_validate(load | {"engine": "draftforge"})
+    with pytest.raises(ValidationError, match=r"costs\.fit times.json: load\.costs measures in vllm; give one of them"):
+        ScoreSettings.model_validate({"load": load, "costs": {"fit": "times.json"}})
+    with pytest.raises(ValidationError, match="trees wide: vllm drafts chains only"):
+        ScoreSettings.model_validate({"load": load, "trees": {"wide": {"kind": "static", "widths": [2]}}})

@@ -1,0 +1,199 @@
+"""Requests to a vLLM server and its counters, over HTTP; an environment of vLLM, by its Python."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_engine import SimulatedEngine
+
+from draftforge.data.backends.http_json import RefusedError
+from draftforge.errors import EngineError, InputError, named
+from draftforge.eval.vllm_server import EngineReading, VllmClient, VllmLauncher, read_engine
+from draftforge.specdec.sampling_settings import SamplingSettings
+from draftforge.specdec.serve_commands import plain_command
+from draftforge.specdec.target_settings import TargetSettings
+
+GREEDY = SamplingSettings()
+
+
+def metrics_text(now: EngineReading, engine: str = "0") -> str:
+    """As vLLM 0.32 writes them."""
+    labels = f'{{engine="{engine}",model_name="served"}}'
+    values = {
+        "num_requests_running": now.running,
+        "num_requests_waiting": now.waiting,
+        "num_preemptions_total": now.preempted,
+        "time_to_first_token_seconds_count": now.first_tokens,
+        "time_to_first_token_seconds_sum": 1.0,
+        "inter_token_latency_seconds_count": now.rounds,
+        "inter_token_latency_seconds_sum": now.round_seconds,
+        "request_prefill_time_seconds_sum": now.prefill_seconds,
+        "request_inference_time_seconds_sum": now.inference_seconds,
+        "spec_decode_num_drafts_total": now.drafts,
+        "spec_decode_num_draft_tokens_total": now.drafted,
+    }
+    lines = [f"vllm:{name}{labels} {value}" for name, value in values.items()]
+    # Finished requests are counted by reason.
+    for reason, count in (("length", now.finished), ("stop", 0.0)):
+        lines.append(
+            f'vllm:request_success_total{{engine="{engine}",finished_reason="{reason}",model_name="served"}} {count}'
+        )
+    return "\n".join(lines) + "\n"
+
+
+class Served:
+    """A stand-in for a server: a simulated engine behind HTTP, and replies that a test puts in its place."""
+
+    def __init__(self) -> None:
+        self.engine = SimulatedEngine(lambda batch, K, context: 0.5, lambda tokens, K: 0.25 * tokens, K=2)
+        self.replies: dict[str, tuple[int, str]] = {}
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[str | None] = []
+
+    def answer(self, path: str, body: dict[str, Any] | None) -> tuple[int, str]:
+        if path in self.replies:
+            return self.replies[path]
+        if path == "/version":
+            return 200, '{"version": "0.99"}'
+        if path == "/v1/models":
+            return 200, '{"data": [{"id": "big"}, {"id": "adapter"}]}'
+        if path == "/metrics":
+            return 200, metrics_text(self.engine.read())
+        assert body is not None
+        self.bodies.append(body)
+        (asked,) = self.engine.begin([body["prompt"]], body["max_tokens"], GREEDY)
+        return 200, json.dumps({"choices": [{"token_ids": asked.result()}]})
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Served, str]]:
+    state = Served()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *ignored: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self._reply(None)
+
+        def do_POST(self) -> None:
+            self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _reply(self, body: dict[str, Any] | None) -> None:
+            state.headers.append(self.headers["Authorization"])
+            status, text = state.answer(self.path, body)
+            self.send_response(status)
+            self.send_header("Location", "http://127.0.0.1:1/elsewhere")
+            self.send_header("Content-Length", str(len(text.encode())))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield state, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_answers_and_counters_over_http(served: tuple[Served, str]) -> None:
+    state, url = served
+    client = VllmClient("costs.plain_url", url, key="a-key")
+    assert (client.model, client.version()) == ("big", "vLLM 0.99")
+    before = client.read()
+    warm = SamplingSettings(temperature=0.5, top_p=0.9)
+    for prompt, sampling in (([1, 2, 3], GREEDY), ([4, 5], warm)):
+        (asked,) = client.begin([prompt], 9, sampling)
+        assert asked.result(30) == [0] * 9
+    added = client.read().since(before)
+    assert (added.first_tokens, added.finished, added.engines, added.running) == (2, 2, 1, 0)
+    assert added.round_seconds == pytest.approx(0.5 * added.rounds) and added.rounds == added.drafts > 0
+    assert added.drafted == 2 * added.drafts and added.prefill_seconds == pytest.approx(0.25 * 5)
+    assert added.inference_seconds == pytest.approx(added.prefill_seconds + added.round_seconds)
+    # Every answer has one length, and no prompt is found in the prefix cache.
+    first, second = state.bodies
+    assert first["prompt"] == [1, 2, 3] and first["temperature"] == 0 and second["temperature"] == 0.5
+    assert all(body["ignore_eos"] and body["max_tokens"] == 9 and body["model"] == "big" for body in state.bodies)
+    assert first["cache_salt"] != second["cache_salt"]
+    assert set(state.headers) == {"Bearer a-key"}
+
+
+def test_a_server_that_fails_or_goes_elsewhere_is_one_line(served: tuple[Served, str]) -> None:
+    state, url = served
+    client, where = VllmClient("costs.plain_url", url), f"^costs.plain_url: {url.removeprefix('http://')}"
+    for status, error, says in (
+        (500, EngineError, "status 500"),
+        (302, InputError, "status 302"),
+        (401, InputError, "wants a key"),
+        (404, InputError, "status 404"),
+    ):
+        state.replies["/metrics"] = state.replies["/v1/completions"] = status, "{}"
+        for ask in (client.read, lambda: client.answer([1], 2)):
+            with pytest.raises(error, match=f"{where}.*{says}") as found:
+                ask()
+            assert "\n" not in str(found.value)
+    for text, says in (
+        ("", "has no vllm:num_requests_running; must be metrics of vLLM 0.23 or later"),
+        ("llamacpp:x 1\n", "has no vllm:num_requests_running"),
+        ("{", "not Prometheus text"),
+    ):
+        state.replies["/metrics"] = 200, text
+        with pytest.raises(InputError, match=f"{where}/metrics: .*{says}"):
+            client.read()
+    state.replies["/v1/completions"] = 200, json.dumps({"choices": [{"token_ids": [1]}]})
+    with pytest.raises(EngineError, match=f"{where}: unusable reply .*1 tokens, 2 were asked for"):
+        client.answer([1], 2)
+    assert VllmClient("f", url, model="m").model == "m"
+    state.replies["/version"] = 404, ""
+    assert client.version() == "vLLM"
+
+
+def test_counters_that_went_backwards_are_another_engines() -> None:
+    now = read_engine(metrics_text(EngineReading(1, 2, 1, 3, 2, 0, 40, 4.0, 5.0, 6.0, 40, 80)), "m")
+    assert now == EngineReading(1, 2, 1, 3, 2, 0, 40, 4.0, 5.0, 6.0, 40, 80)
+    assert now.since(now) == EngineReading(1, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    with pytest.raises(EngineError, match="went backwards"):
+        now.since(now._replace(rounds=41))
+    two = read_engine(metrics_text(now) + metrics_text(now, engine="1"), "m")
+    assert (two.engines, two.rounds, two.waiting) == (2, 80, 4)
+
+
+def launcher(folder: Path, script: str) -> VllmLauncher:
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    return VllmLauncher(python, ["--flag"], start_seconds=30)
+
+
+def test_the_version_is_that_of_the_environment(tmp_path: Path) -> None:
+    assert launcher(tmp_path, "echo 0.99.1").version() == "0.99.1"
+    for script, says in (
+        ("echo 'KeyError: vllm' >&2; exit 1", r"it has no vLLM \(KeyError: vllm\)$"),
+        ("true", r"it has no vLLM \(it printed no version\)$"),
+    ):
+        with pytest.raises(InputError, match=f"{tmp_path}/python: must be the Python of vLLM's environment; {says}"):
+            launcher(tmp_path, script).version()
+    with pytest.raises(InputError, match="nowhere: must be the Python of vLLM's environment"):
+        VllmLauncher(Path("/nowhere"), [], 1.0).version()
+
+
+def test_a_server_that_ends_says_why(tmp_path: Path) -> None:
+    broken = launcher(tmp_path, 'echo "$@"; echo "ValueError: no memory left"; exit 7')
+    command = plain_command("vllm", TargetSettings(model="TARGET", context=64))
+    with (
+        pytest.raises(EngineError, match=r"^the server ended with 7: ValueError: no memory left$"),
+        broken.serving(command, "bfloat16", tmp_path / "logs" / "plain.log"),
+    ):
+        raise AssertionError
+    words = (tmp_path / "logs" / "plain.log").read_text().splitlines()[0]
+    assert words.startswith("-m vllm.entrypoints.openai.api_server --model TARGET --max-model-len 64 --host 127.0.0.1")
+    assert words.endswith("--dtype bfloat16 --flag")
+
+
+def test_a_refusal_keeps_its_kind_when_a_field_is_named() -> None:
+    with pytest.raises(RefusedError, match=r"^field: no$"), named("field"):
+        raise RefusedError("no", 400)
