@@ -1,14 +1,13 @@
 """The command line: one thin function a verb. Nothing heavy is imported before a verb runs."""
 
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from . import __version__
-from .errors import COMMAND, DraftforgeError, InputError, StoppedError, one_line
+from .errors import InputError
 from .pipeline import cli_exit, cli_options, completion
 from .pipeline.cli_options import DraftDevice, DraftName, Overrides, RecipeFile
 
@@ -271,7 +270,8 @@ def registry(
     loaded = None if recipe is None else _load(recipe, overrides)
     from .pipeline import registry_listing
 
-    registry_listing.registry(loaded, store, target, decisions, as_json)
+    with cli_exit.uncollected():
+        registry_listing.registry(loaded, store, target, decisions, as_json)
 
 
 @app.command(rich_help_panel=REGISTRY)
@@ -570,26 +570,8 @@ def recipe_schema() -> None:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Entry point: errors become one line on standard error and an exit code."""
-    cli_exit.quiet_libraries()
-    COMMAND.set(("draftforge", *(sys.argv[1:] if args is None else args)))
-    try:
-        with cli_exit.sigterm_unwinds():
-            code = app(args=args, prog_name="draftforge", standalone_mode=False)
-    except (DraftforgeError, StoppedError) as error:
-        cli_exit.fail(error, str(error), error.exit_code)
-    except KeyboardInterrupt as error:
-        cli_exit.fail(error, "interrupted", 130)
-    except Exception as error:
-        cli_exit.fail(error, *cli_exit.describe_error(error))
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        # Of a library in Rust, which gives up at an expression of a tokenizer.
-        cli_exit.fail(error, f"a tokenizer's library gives up: {one_line(error)}", 2)
-    if code == 130:  # the parser's own way of passing on Ctrl-C
-        print("error: interrupted", file=sys.stderr)
-    cli_exit.leave(code if isinstance(code, int) else 0)
+    """Entry point: run the verb that the arguments name, by default those of the process."""
+    cli_exit.run(app, args)
 
 
 if __name__ == "__main__":

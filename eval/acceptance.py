@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from scipy.special import expit, logit, ndtri, stdtrit
 
 from ..errors import InputError
 from .counts import values
@@ -216,6 +215,8 @@ def too_few_clusters(clusters: int, needed: int = FEWEST_CLUSTERS) -> str:
 
 def student(probability: float, freedom: float) -> float:
     """Quantile of Student's t; of the normal distribution for infinite degrees of freedom."""
+    from scipy.special import ndtri, stdtrit  # not above: who lists decisions computes none
+
     return float(stdtrit(freedom, probability) if math.isfinite(freedom) else ndtri(probability))
 
 
@@ -232,6 +233,8 @@ def _ends(value: float, reach: float, bounds: tuple[float, float] | None) -> tup
     """Ends of the interval: value -+ reach, or between bounds that in log odds (delta method)."""
     if bounds is None:
         return value - reach, value + reach
+    from scipy.special import expit, logit
+
     least, span = bounds[0], bounds[1] - bounds[0]
     share = (value - least) / span
     odds, reach = float(logit(share)), reach / span / (share * (1 - share))

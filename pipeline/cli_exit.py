@@ -1,5 +1,6 @@
-"""End of a command: errors become one line on standard error and an exit code. Nothing heavy is imported here."""
+"""Run of a command to its end: errors become one line on standard error and an exit code. Nothing heavy is imported."""
 
+import gc
 import logging
 import os
 import signal
@@ -9,12 +10,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from ..errors import MissingFileError, RecipeError, StoppedError
+from typer import Typer
+
+from ..errors import COMMAND, DraftforgeError, MissingFileError, RecipeError, StoppedError, one_line
 from ..masking import masked
-from ..storage import is_disk_full
 
 RENAMED = {"--helped-by": "--cascade", "--fail-on-parting": "--fail-on-mismatch"}
 """Old flags, which are refused with the new one named."""
+
+
+def run(app: Typer, args: list[str] | None) -> NoReturn:
+    """Run the command line's verb and exit; `args` None: those of the process."""
+    quiet_libraries()
+    COMMAND.set(("draftforge", *(sys.argv[1:] if args is None else args)))
+    try:
+        with sigterm_unwinds():
+            code = app(args=args, prog_name="draftforge", standalone_mode=False)
+    except (DraftforgeError, StoppedError) as error:
+        fail(error, str(error), error.exit_code)
+    except KeyboardInterrupt as error:
+        fail(error, "interrupted", 130)
+    except Exception as error:
+        fail(error, *describe_error(error))
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        # Of a library in Rust, which gives up at an expression of a tokenizer.
+        fail(error, f"a tokenizer's library gives up: {one_line(error)}", 2)
+    if code == 130:  # the parser's own way of passing on Ctrl-C
+        print("error: interrupted", file=sys.stderr)
+    leave(code if isinstance(code, int) else 0)
 
 
 @contextmanager
@@ -34,6 +59,18 @@ def sigterm_unwinds() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Suspend the garbage collector, for a verb that imports much and ends soon: what is imported stays."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def quiet_libraries() -> None:
     """Standard output is for results, and a log without a terminal is no place for other libraries' bars."""
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno > logging.WARNING)  # it prints to stdout
@@ -46,6 +83,8 @@ def quiet_libraries() -> None:
 
 def describe_error(error: Exception) -> tuple[str, int]:
     """One line and an exit code for an error outside `errors.py`: wrong usage, the operating system, the unexpected."""
+    from ..storage import is_disk_full
+
     usage = getattr(error, "format_message", None)  # the parser's errors
     if usage is not None:
         message, flag = " ".join(str(usage()).split()), getattr(error, "option_name", "")

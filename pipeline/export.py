@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import fingerprint
 from ..data.store import Sample
-from ..errors import FormatError, InputError
+from ..errors import FormatError, InputError, TrackingError
 from ..eval.leaderboard import config_rows
 from ..eval.score import Identity, stratified_conversations
 from ..eval.serving_load import Candidate, LoadTimes, serving_policy
@@ -30,8 +30,8 @@ from ..registry.connect import Tracking
 from ..registry.gate import Evidence, times_text
 from ..registry.lineage import Version
 from ..registry.settings import RegistrySettings
-from ..registry.store_address import resolve_uri
-from ..registry.versions import champion, is_models_uri, resolve_models_uri
+from ..registry.store_address import resolve_uri, store_exists
+from ..registry.versions import champion, is_models_uri, registered_draft, resolve_models_uri
 from ..specdec.drafts.eagle3 import Eagle3Draft
 from ..specdec.formats import (
     Format,
@@ -48,7 +48,7 @@ from ..specdec.formats.layouts import NATIVE, layout_of
 from ..specdec.model_card import DraftFacts, card_files, facts_of, write_card
 from ..specdec.replay.replay import Counted
 from ..specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
-from ..specdec.serving_plan import PLAN_FILE, ServingPlan, find_plan, holds_plan
+from ..specdec.serving_plan import PLAN_FILE, FoundPlan, ServingPlan, find_plan, holds_plan
 from ..specdec.serving_policy import PolicyEngine, ServingPolicy, check_policy, known_policy_engine
 from ..storage import new_folder
 from .draft_scorer import Scorer
@@ -84,7 +84,7 @@ def export(
     if is_skip_file(folder):
         raise InputError(f"--draft {folder}: names layers of the target; it has no weights to export")
     # 2) A policy goes with one format. A format may not take the family, or may want to name the target.
-    facts = facts_of(folder, Path(recipe.target.model).name)
+    facts, found = facts_of(folder, Path(recipe.target.model).name), find_plan(folder)
     if engine is not None:
         needed = check_policy(engine, facts.family, chosen)
         chosen = chosen if layout_of(folder) == needed else needed
@@ -97,19 +97,25 @@ def export(
     policy = None if engine is None else _policy(space, captured, folder, engine)
     scorer = Scorer(space, captured, HOLDOUT_SPLIT)
     if draft is None:
-        served = champion(space.tracking, space.target_fingerprint)
-        facts = facts if served is None else version_facts(space.tracking, served)
+        version = champion(space.tracking, space.target_fingerprint)
+    else:
+        version = _registered_as(space, folder)
+    if version is not None:
+        facts = version_facts(space.tracking, version)
+        found = FoundPlan(version.lineage.plan) if found.assumed and version.lineage.plan else found
     command: list[ServeCommand] = []
 
     def add_card(beside: Path) -> None:
         layout = chosen or layout_of(folder)
         place, target = str(out.absolute()), space.target_settings
-        command.append(write_card(beside, place, layout, find_plan(folder), facts, target, policy=policy))
+        command.append(write_card(beside, place, layout, found, facts, target, policy=policy))
 
     export_draft(scorer, folder, out, add_card, chosen, verifier, space.target.tokenizer)
-    say(f"{out}: exported from {folder}, read back and scored equal")
-    say_assumed(folder)
-    if policy is None and (before := find_plan(folder).plan.policy):
+    known = "" if version is None else f", which is registered as {version.reference}"
+    say(f"{out}: exported from {folder}{known}, read back and scored equal")
+    if found.assumed:
+        say(f"{folder}: {found.assumed}")
+    if policy is None and (before := found.plan.policy):
         say(f"{folder / before}: a policy is not carried over; --policy writes one")
     show_command(command[0])
 
@@ -134,6 +140,22 @@ def _policy(space: Workspace, captured: Stage, folder: Path, engine: PolicyEngin
     if load.engine != engine and not all(sampling.greedy for sampling in settings.sampling):
         say(f"acceptance above temperature 0 is that of score.load.engine {load.engine}, by its rule {rules[0]}")
     return policy
+
+
+def _registered_as(space: Workspace, folder: Path) -> Version | None:
+    """Version of the recipe's target with the files of a draft's folder: the champion, else the newest; None: none has.
+
+    A registry that does not answer is said, and none: a checkpoint is exported all the same.
+    """
+    if not folder.is_dir() or not store_exists(space.recipe.registry, space.root):
+        return None
+    beside = {PLAN_FILE, *card_files(folder)}
+    files = {name: digest for name, digest in fingerprint.file_digests(folder).items() if name not in beside}
+    try:
+        return registered_draft(space.tracking, space.target_fingerprint, files)
+    except TrackingError as error:
+        say(f"{folder}: whether it is registered is not known, so its card has no figures of the holdout: {error}")
+        return None
 
 
 def version_facts(tracking: Tracking, version: Version) -> DraftFacts:

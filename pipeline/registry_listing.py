@@ -11,12 +11,12 @@ from rich.table import Table
 from ..errors import InputError, MissingFileError, refused_value
 from ..fingerprint import short
 from ..progress import Console
-from ..recipe import Recipe
 from ..registry.settings import RegistrySettings
 from ..registry.store_address import DATABASE_NAME, store_exists
 from .cli_options import StoreOptions
 
 if TYPE_CHECKING:
+    from ..recipe import Recipe
     from ..registry.connect import Tracking
     from ..registry.listing import ListedTarget, ListedVersion, Listing
 
@@ -52,7 +52,7 @@ def require_store(options: StoreOptions) -> tuple[RegistrySettings, Path]:
     return settings, home
 
 
-def registry(recipe: Recipe | None, store: StoreOptions, target: str | None, decisions: bool, as_json: bool) -> None:
+def registry(recipe: "Recipe | None", store: StoreOptions, target: str | None, decisions: bool, as_json: bool) -> None:
     """Print the registry's content: which draft serves which target, and for which targets each draft is registered.
 
     `target`: beginning of a fingerprint. `decisions`: the gate's too. The store is the recipe's, or that of `store`.

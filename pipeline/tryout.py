@@ -17,7 +17,7 @@ from ..data.chat_template import render
 from ..data.conversation import Message
 from ..data.mix import load_mix
 from ..errors import InputError, MissingFileError
-from ..progress import Advance, Console, bar
+from ..progress import Advance, Console, bar, say
 from ..recipe import load_recipe
 from ..specdec.answers import Answer
 from ..specdec.serving_plan import ServingPlan
@@ -37,9 +37,9 @@ SHIPPED = (
 )
 """Prompts where the user gives none: one whose answer copies from it, and two whose answers do not."""
 _METHODS = ("lookup", "tiny")
-_QUESTIONS, _WARM_UP, _SHORT, _LONG = 4, 8, 40, 48
-"""Held-out questions that are answered, and the longest answers, in tokens: the one that nothing is made of, to these
-questions, and to the user's prompts."""
+_QUESTIONS, _WARM_UP, _PLAIN, _SHORT, _LONG = 4, 8, 16, 40, 48
+"""Held-out questions that are answered, and the longest answers, in tokens: the one that nothing is made of, those of
+plain decoding, whose passes are timed, those to these questions, and to the user's prompts."""
 
 
 def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
@@ -69,6 +69,11 @@ def try_out(given: Sequence[str], file: Path | None, target: str) -> None:
         raise MissingFileError(
             f"--target {target}: no such folder here; `make target` fetches it, or name your own model"
         )
+    say(
+        f"a tiny draft is trained on a support bot's traffic, once; then it, prompt lookup and plain decoding answer "
+        f"{_QUESTIONS} of the bot's questions and {len(prompts)} of {'yours' if given or file else 'ours'}: two minutes"
+        " on two free cores, half a minute when it is trained"
+    )
     recipe = load_recipe(RECIPE, [f"target.model={json.dumps(target)}"])
     # 1) A tiny draft for a support bot, by the stages of `draftforge distill`.
     space = open_workspace(recipe)
@@ -107,11 +112,14 @@ def try_out(given: Sequence[str], file: Path | None, target: str) -> None:
 def _answers(
     space: Workspace, drafts: Mapping[str, StoredDraft | None], messages: Sequence[Message], longest: int, done: Advance
 ) -> dict[str, GeneratedAnswer]:
-    """Greedy answer by each method, each of its own decoding; they are equal where the arithmetic is exact."""
+    """Greedy answer by each method, each of its own decoding; they are equal where the arithmetic is exact.
+
+    Plain decoding's is its beginning: it is there for the time of a pass, and adds no token of its own.
+    """
     K, found = space.recipe.score.draft_tokens[-1], {}
     ids = render(space.target.tokenizer, messages)
     for name, draft in drafts.items():
-        options = GenerateOptions(draft=name, max_new_tokens=longest)
+        options = GenerateOptions(draft=name, max_new_tokens=min(longest, _PLAIN) if draft is None else longest)
         if draft is None:
             found[name] = answer_ids(space, ids, None, ServingPlan.chain(1), options)
             continue

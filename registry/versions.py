@@ -7,17 +7,13 @@ that target's champion.
 
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlflow.exceptions import MlflowException
-from mlflow.models import Model, ModelSignature
-from mlflow.pyfunc import add_to_model
-from mlflow.types import DataType, ParamSchema, ParamSpec, Schema
-from mlflow.types.schema import AnyType, ColSpec
 from mlflow.utils.uri import append_to_uri_path
 
 from .. import storage
@@ -39,6 +35,9 @@ from .lineage import (
     clusters_file,
     get_version,
 )
+
+if TYPE_CHECKING:
+    from mlflow.models import ModelSignature
 
 CANDIDATE, CHAMPION, PREVIOUS = "candidate", "champion", "previous"
 TARGET_TAG = "draftforge.target_fingerprint"
@@ -149,6 +148,14 @@ def same_content(tracking: Tracking, name: str, content: str) -> list[Version]:
 def same_draft(tracking: Tracking, version: Version) -> list[Version]:
     """Every version of this draft for its target, oldest first, whatever plan it is served with."""
     return _tagged(tracking, version.name, DRAFT_TAG, version.lineage.draft)
+
+
+def registered_draft(tracking: Tracking, target_fingerprint: str, files: Mapping[str, str]) -> Version | None:
+    """Version of a target with these files, its plan aside (name -> SHA-256): the champion, else the newest, if any."""
+    name = model_name(tracking, target_fingerprint)
+    found = _tagged(tracking, name, DRAFT_TAG, of_json(dict(files)))
+    served = aliases(tracking, name).get(CHAMPION)
+    return next((one for one in found if one.number == served), found[-1] if found else None)
 
 
 def _tagged(tracking: Tracking, name: str, tag: str, value: str) -> list[Version]:
@@ -372,6 +379,9 @@ def wrap(folder: Path, lineage: Lineage, target: TargetSettings | None) -> dict[
     `target`: where the draft's target lies, for whoever loads the model without naming it. FormatError where the draft
     has a file of such a name.
     """
+    from mlflow.models import Model
+    from mlflow.pyfunc import add_to_model
+
     # The wrapper's files may not replace files of the draft.
     for name in (MODEL_FILE, CODE_FILE):
         if name in lineage.files:
@@ -393,11 +403,15 @@ def wrap(folder: Path, lineage: Lineage, target: TargetSettings | None) -> dict[
     return {name: of_file(folder / name) for name in (MODEL_FILE, CODE_FILE)}
 
 
-def signature() -> ModelSignature:
+def signature() -> "ModelSignature":
     """MLflow signature: one column of prompts or conversations, and the decoding parameters.
 
     Without `draft_tokens` the plan among the version's files says how much is drafted.
     """
+    from mlflow.models import ModelSignature
+    from mlflow.types import DataType, ParamSchema, ParamSpec, Schema
+    from mlflow.types.schema import AnyType, ColSpec
+
     # Types and defaults in the order of PARAMETERS.
     kinds = (DataType.long, DataType.double, DataType.long, DataType.long)
     defaults: tuple[Any, ...] = (128, 0.0, None, 0)

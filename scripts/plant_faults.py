@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -353,8 +354,8 @@ FAULTS = (
 """Faults of files; `planted_modules` has those of GGUF files, which are written with them."""
 
 
-def planted(healthy: Path, folder: Path, fault: Fault, layout: Format, target: Target) -> Path | None:
-    """A copy of a draft with a fault, in a layout; None where the draft does not have what the fault needs."""
+def planted(healthy: Path, folder: Path, fault: Fault, layout: Format, target: Target) -> Path:
+    """A copy of a draft with a fault, in a layout. Raises LookupError where the draft does not have what it needs."""
     place = folder / f"{healthy.name}-{layout}-{fault.name.replace(' ', '-')}"
     place.mkdir(parents=True, exist_ok=True)
     architectures = list(target.model.config.architectures or ["LlamaForCausalLM"])
@@ -371,18 +372,23 @@ def planted(healthy: Path, folder: Path, fault: Fault, layout: Format, target: T
     before = json.dumps(config), {name: tensor.clone() for name, tensor in tensors.items()}
     try:
         fault.plant(config, tensors)
-    except (LookupError, StopIteration, KeyError):
-        return None
+    except (LookupError, StopIteration) as error:
+        raise LookupError("the draft does not have what it needs" + f" ({error})" * bool(error.args)) from None
     same = json.dumps(config) == before[0] and tensors.keys() == before[1].keys()
     if same and all(torch.equal(tensors[name], before[1][name]) for name in tensors):
-        return None
+        raise LookupError("it changes nothing in this draft")
     (place / "config.json").write_text(json.dumps(config, indent=2))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
     return place
 
 
-def planted_gguf(healthy: Path, folder: Path, target: Target) -> Iterator[tuple[str, tuple[str, ...], Path]]:
-    """GGUF files that were written with a fault: the name, the hypotheses that name it, the folder."""
+def planted_gguf(
+    healthy: Path, folder: Path, target: Target, skipped: Counter[str]
+) -> Iterator[tuple[str, tuple[str, ...], Path]]:
+    """GGUF files that were written with a fault: the name, the hypotheses that name it, the folder.
+
+    `skipped` counts reasons why one was not.
+    """
     draft: Any = read_draft(healthy, target.num_layers)
     if draft.family != "eagle3":
         return
@@ -405,7 +411,8 @@ def planted_gguf(healthy: Path, folder: Path, target: Target) -> Iterator[tuple[
         try:
             write_draft(other, place, "gguf", 4, None, target.tokenizer)
         except DraftforgeError as error:
-            say(f"{name}: {error}")
+            say(f"{healthy.name}: {name}: not planted: {error}")
+            skipped[str(error)] += 1
             continue
         yield name, names, place
 
@@ -426,7 +433,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="faults whose names hold this")
     parser.add_argument("--formats", nargs="*", default=["vllm", "speculators", "gguf", "hf"], help="of the copies")
     options = parser.parse_args()
-    target, rows = Target.load(TargetSettings(model=options.target)), []
+    target, rows, skipped = Target.load(TargetSettings(model=options.target)), [], Counter[str]()
     for healthy in options.draft:
         first = examined(healthy, target, options.answers, None)
         sound = first.run()
@@ -439,18 +446,21 @@ def main() -> int:
         family, work = read_draft(healthy, target.num_layers).family, []
         for fault in FAULTS:
             layouts = [one for one in fault.formats if family in FAMILIES[one]] if family in fault.families else []
+            skipped[f"a fault of other families than {family}"] += family not in fault.families
             for layout in layouts or (["hf"] if family == "small" and "small" in fault.families else []):
                 if options.only not in fault.name or layout not in options.formats:
                     continue
                 try:
                     place = planted(healthy, options.out, fault, layout, target)
-                except DraftforgeError as error:
-                    say(f"{fault.name}, {layout}: {error}")
+                except (DraftforgeError, LookupError) as error:
+                    say(f"{healthy.name}: {fault.name}, {layout}: not planted: {error}")
+                    skipped[str(error)] += 1
                     continue
-                if place is not None:
-                    work.append((fault.name, layout, fault.names, place))
+                work.append((fault.name, layout, fault.names, place))
         for name, names, place in (
-            planted_gguf(healthy, options.out, target) if "gguf" in options.formats and options.only in "gguf" else ()
+            planted_gguf(healthy, options.out, target, skipped)
+            if "gguf" in options.formats and options.only in "gguf"
+            else ()
         ):
             work.append((name, "gguf", names, place))
         for name, layout, names, place in work:
@@ -482,7 +492,9 @@ def main() -> int:
     harmful = [row for row in rows if not (row["harmless"] and not row["named"])]
     good = [row for row in harmful if row["right"] and row["restored"]]
     told = f"{sum(row['right'] for row in harmful)} named, {len(good)} named and restored within 1 %"
-    print(f"{len(harmful)} faults lower acceptance; {told}")
+    print(f"{len(harmful)} of {len(rows)} faults lower acceptance; {told}")
+    for why, count in (+skipped).most_common():
+        print(f"{count} not planted: {why}")
     return 0 if len(good) >= 0.9 * len(harmful) else 1
 
 

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Literal
 
 from ...errors import InputError, MissingFileError
+
+if TYPE_CHECKING:  # a recipe needs the words of this file alone: NumPy is imported where a shape is followed
+    import numpy as np
+    from numpy.typing import NDArray
 
 Drawn = Literal["deterministic", "iid", "without_replacement"]
 """Way in which siblings were drawn, which decides the accept rules that may judge them.
@@ -123,12 +124,14 @@ class TreeShape:
         """Tree shape without ranks of `width` or more: for a draft with `width` tokens."""
         return TreeShape(c for c in self.choices if max(c) < width)
 
-    def follow(self, rank_TK: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def follow(self, rank_TK: "NDArray[np.int64]") -> "tuple[NDArray[np.int64], NDArray[np.int64]]":
         """Match ways from the root, one rank a level (UNRANKED: no child), against the shape.
 
         Returns for each way the levels that it has in common with the shape, and the levels at which the shape has
         nodes to compare it with: one more, where it ends above some.
         """
+        import numpy as np
+
         # All ways start at the root.
         node_T = np.full(len(rank_TK), ROOT)
         run_T, on_T = np.zeros(len(rank_TK), np.int64), np.ones(len(rank_TK), bool)
@@ -143,8 +146,10 @@ class TreeShape:
         return run_T, run_T + (self._child_MR[node_T - ROOT] != ROOT).any(1)
 
     @cached_property
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> "NDArray[np.int64]":
         """Nodes on the first 0, 1, ... levels, [L+1]."""
+        import numpy as np
+
         return np.array([0, *(level.stop for level in self.levels)])
 
     @cached_property
@@ -164,11 +169,13 @@ class TreeShape:
         return sorted(set(self.parents) - {ROOT})
 
     @cached_property
-    def _child_MR(self) -> NDArray[np.int64]:  # noqa: N802
+    def _child_MR(self) -> "NDArray[np.int64]":  # noqa: N802
         """Child of each rank (columns) below the root (row 0) and each node (rows from 1 on); ROOT: none.
 
         The last column is always ROOT: larger ranks are looked up there.
         """
+        import numpy as np
+
         # Row node - ROOT: ROOT is -1, so the root has row 0.
         ranks = 1 + max((choice[-1] for choice in self.choices), default=-1)
         child_MR = np.full((len(self) + 1, ranks + 1), ROOT)

@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distilled import Distilled
@@ -143,7 +144,9 @@ def test_a_draft_leaves_in_every_format(
     target = ["--target", str(space.recipe.target.model), "--workdir", str(space.root)]
     main_without_exit(["fetch", str(tmp_path / "out"), *target])
     assert (tmp_path / "out" / "draftforge.json").is_file()
-    main_without_exit(["export", str(path), str(tmp_path / "exported"), "--draft", "small"])
+    scored = distilled_once.outcome.scored
+    unregistered = next(name for name in space.recipe.drafts if name != scored.chosen.draft)
+    main_without_exit(["export", str(path), str(tmp_path / "exported"), "--draft", unregistered])
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     assert not (tmp_path / "exported" / "trainer").exists()
     assert "has no serve.json: K=4 is assumed, what it was trained for" in capsys.readouterr().err
@@ -169,8 +172,21 @@ def test_a_draft_leaves_in_every_format(
     assert capsys.readouterr().out.startswith(f"vllm serve {space.recipe.target.model} ")
     assert find_plan(tmp_path / "champion") == FoundPlan(plan) == find_plan(tmp_path / "out")
     assert read_object(tmp_path / "champion" / "serve.json")["version"] == version.reference
+    # The checkpoint that was registered leaves with the same plan and figures; a copy of it again.
+    known = without_place(tmp_path / "champion")
+    assert known["speedup_interval"] and known["decision"]
+    source = scored.folders[scored.chosen.draft, scored.chosen.step]
+    for number in range(2):
+        main_without_exit(["export", str(path), str(tmp_path / f"copy-{number}"), "--draft", str(source)])
+        source = tmp_path / f"copy-{number}"
+        assert without_place(source) == known and version.reference in capsys.readouterr().err
     main_without_exit(["generate", str(path), "Where is my order?", "-n", "8"])
     assert f"K={plan.draft_tokens}: tau" in capsys.readouterr().out
+
+
+def without_place(folder: Path) -> dict[str, Any]:
+    """What a draft's serve.json says but for where the draft lies."""
+    return {key: value for key, value in read_object(folder / "serve.json").items() if key != "command"}
 
 
 def test_a_training_starts_from_the_registrys_champion(distilled_once: Distilled, tmp_path: Path) -> None:
