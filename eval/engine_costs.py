@@ -19,6 +19,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
@@ -105,10 +106,18 @@ class EngineServers:
         return " ".join([self.engine, *self._settings.flags, *synthetic])
 
     def check(self, families: Collection[str], draft_tokens: Sequence[int]) -> None:
-        """Raise InputError or EngineError, before any work, without an engine or with too few running servers."""
+        """Raise InputError or EngineError, before any work, without an engine or with too few running servers.
+
+        `families`: of every draft that is to be measured.
+        """
         assert self.engine
-        for family in () if self._settings.start else families:
+        for family, drafts in Counter(() if self._settings.start else families).items():
             self._running(family, draft_tokens)
+            if drafts > 1:
+                raise InputError(
+                    f"{FIELD}.draft_urls.{family}: are servers of one draft; {drafts} drafts of that family are to be "
+                    "scored: score them one by one"
+                )
 
     def depths(self, draft: StoredDraft, spec: ProposerSpec) -> list[int]:
         """Every K at which a draft's rounds are measured. Raises InputError where running servers have too few."""

@@ -127,7 +127,8 @@ class Scorer:
             deepest = max(depth for spec in specs for depth in spec.depths)
             grid = Grid.around(load, most_context(target.max_positions, deepest, settings.costs.rounds))
             if load.costs is not None:
-                return self._engine_costs(draft, specs[0], key, grid)
+                (chains,) = specs  # recipes with trees are refused
+                return self._engine_costs(draft, chains, key, grid)
 
         # 2) Measure, or read what another checkpoint or process of the same shape has measured.
         def to_time() -> Work:

@@ -123,8 +123,10 @@ def measure_version(space: Workspace, scorer: Scorer, version: Version, name: st
 
 
 def _measure(scorer: Scorer, draft: StoredDraft, plan: ServingPlan, identity: Identity) -> HoldoutScore:
-    """Score a draft at the tree or K of a plan."""
+    """Score a draft at the tree or K of a plan; at its best chain where times are those of an engine without trees."""
     # 1) Count it.
+    load = scorer.settings.load
+    plan = plan.as_chain if load is not None and load.costs is not None else plan
     if plan.tree is None:
         own = ProposerSpec(draft.proposer, (plan.draft_tokens,))
     else:

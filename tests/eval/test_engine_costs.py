@@ -204,6 +204,8 @@ def test_running_servers_are_asked_for_what_they_must_have() -> None:
     says = r"^score\.load\.costs\.draft_urls\.lookup: has K=1 to 1; must have servers of K=1 and K=4$"
     with pytest.raises(InputError, match=says):
         servers.check(["eagle3", "lookup"], [1, 2, 4])
+    with pytest.raises(InputError, match=r"draft_urls\.eagle3: are servers of one draft; 2 drafts of that family"):
+        servers.check(["eagle3", "eagle3"], [2])
     with pytest.raises(InputError, match=r"draft_urls\.small: has no server; must have servers of K=2 and K=2$"):
         servers.check(["small"], [2])
 

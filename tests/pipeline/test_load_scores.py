@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import loads
@@ -13,13 +14,16 @@ from simulated_engine import SimulatedServers
 from draftforge.errors import InputError
 from draftforge.eval import counts, engine_costs
 from draftforge.eval.cost_table import CostKey, CostTable, read_tables, write_tables
-from draftforge.eval.draft_configs import DraftConfig
+from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
+from draftforge.eval.score import Identity
 from draftforge.eval.serving_load import LoadTimes
+from draftforge.eval.settings import ScoreSettings
 from draftforge.pipeline import distill as flow
-from draftforge.pipeline import draft_scorer, export, parallel_scoring, scoring
+from draftforge.pipeline import draft_scorer, export, holdout_evaluation, parallel_scoring, scoring
 from draftforge.pipeline.scoring import Scored
 from draftforge.recipe import load_recipe
-from draftforge.specdec.serving_plan import find_plan
+from draftforge.specdec.proposers.tree_settings import StaticTree
+from draftforge.specdec.serving_plan import ServingPlan, find_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("stage_cache")]
 WriteRecipe = Callable[..., Path]
@@ -144,6 +148,27 @@ def test_scores_and_a_policy_by_times_of_the_operators_engine(
     export.export(recipe, tmp_path / "out", "small", None, None, "vllm")
     said = " ".join(capsys.readouterr().err.split())
     assert "policy: K=" in said and whose in said and servers.started[1:] == started
+
+
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_champion_of_a_tree_is_measured_as_an_engine_without_trees_serves_it(engine: bool) -> None:
+    tree = StaticTree(kind="static", widths=[3, 2])
+    plan = ServingPlan(draft_tokens=2, tree_name="wide", tree=tree, chain_tokens=4)
+    costs = {"engine": "vllm", "start": True} if engine else None
+    seen: list[ProposerSpec] = []
+
+    def count(specs: list[ProposerSpec], identity: Any) -> Any:
+        seen.extend(specs)
+        raise InputError("counted")
+
+    found: Any = SimpleNamespace(
+        settings=ScoreSettings.model_validate({"load": LOAD | {"costs": costs}}), counts=count,
+        tree_spec=lambda draft, name, shape: ProposerSpec(draft.proposer, (shape.levels,), name, shape),
+    )  # fmt: skip
+    draft: Any = SimpleNamespace(proposer=lambda: None)
+    with pytest.raises(InputError, match="counted"):
+        holdout_evaluation._measure(found, draft, plan, Identity("champion", 1))
+    assert seen[0].configs == ([DraftConfig(4)] if engine else [DraftConfig(2, "wide")])
 
 
 def test_a_race_drops_what_cannot_win_and_goes_on_after_a_kill(
