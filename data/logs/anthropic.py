@@ -60,9 +60,10 @@ def is_request(body: Mapping[str, Any], answered: bool | None = None) -> bool:
     other = (
         other or isinstance(choice, str) or any(isinstance(tool.get("function"), Mapping) for tool in _objects(tools))
     )
+    # vLLM takes messages of the system among the others in both APIs.
     other = other or any(
-        message.get("role") in _OPENAI_ROLES or any(name in message for name in _OPENAI_PARTS)
-        for message in _objects(messages)
+        message.get("role") in _OPENAI_ROLES[place > 0 :] or any(name in message for name in _OPENAI_PARTS)
+        for place, message in enumerate(_objects(messages))
     )
     set_up = any(isinstance(body.get(name), Mapping) for name in ("thinking", "output_config"))
     thought = any(role == "assistant" and block.get("type") in _THOUGHTS for role, block in _said(body))

@@ -168,6 +168,13 @@ def decoded(value: Any) -> Any:
     return found if isinstance(found, dict | list) else value
 
 
+def system_prompt(value: Any) -> Any:
+    """Decode a system prompt that was logged as text: an object it is only as a list of blocks, and else that text."""
+    blocks = decoded(value)
+    is_list = isinstance(blocks, list) and bool(blocks)
+    return blocks if is_list and all(isinstance(block, dict) and "type" in block for block in blocks) else value
+
+
 def _printed(text: str) -> Any:
     """Value of an object or array as Python prints it; None: the text is none, or holds what JSON cannot."""
     try:

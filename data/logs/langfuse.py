@@ -5,7 +5,7 @@ once more, or what Python prints of them.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...errors import InputError
@@ -21,6 +21,7 @@ from .chat import (
     labels,
     read_otherwise,
     settings_beside,
+    system_prompt,
     with_answer,
 )
 from .parsing import number, seconds
@@ -138,7 +139,7 @@ def _request(
     body = given if isinstance(given, dict) else {"messages": given}
     if "messages" not in body and "role" in body:
         body = {"messages": [body]}
-    body = {name: decoded(item) for name, item in body.items()}
+    body = {name: system_prompt(item) if name == "system" else decoded(item) for name, item in body.items()}
     stands = read_otherwise(body)
     bodies = [body_of(body)] if stands is None else [body_of(body), stands]
 
@@ -151,15 +152,12 @@ def _request(
         request = parameters | one
         if tools and not request.get("tools"):
             request["tools"] = tools
-        # The Responses API shows texts of its own types, and vLLM's chat completions none but these.
+        # What else each message may have been sent as.
         requests.append(request | {"messages": [_shown(message) for message in messages]})
-        if any(map(_has_own_texts, messages)):
-            hidden = [{**message, "content": []} if _has_own_texts(message) else message for message in messages]
-            requests.append(request | {"messages": [_shown(message) for message in hidden]})
-        # LangChain has names of results of tools: its client for Python does not send them, that for JavaScript does.
-        if any(map(_has_own_name, messages)):
-            unnamed = [{**message, "name": None} if _has_own_name(message) else message for message in messages]
-            requests.append(request | {"messages": [_shown(message) for message in unnamed]})
+        for applies, otherwise in _OTHERWISE:
+            if any(map(applies, messages)):
+                sent = [otherwise(message) if applies(message) else message for message in messages]
+                requests.append(request | {"messages": [_shown(message) for message in sent]})
     return anthropic.chat_requests(requests, answered, engine)
 
 
@@ -191,15 +189,36 @@ def _message(given: Any) -> dict[str, Any] | None:
     if role not in _ROLES.values():
         return None
 
-    # Calls have names of their own in LangChain. A content of text is that text, also where it reads like parts: so
-    # look results of MCP's tools.
+    # LangChain's clients send little of `additional_kwargs`: a name, the role of a developer, calls.
     extra = inner["additional_kwargs"] if isinstance(inner.get("additional_kwargs"), dict) else {}
-    message = {**extra, **inner, "role": role, "type": kind}
-    calls = inner.get("tool_calls") or extra.get("tool_calls")
-    message.pop("tool_calls", None)
-    if isinstance(calls, list):
-        message["tool_calls"] = [_call(call) for call in calls]
+    role = extra.get("__openai_role__", role) if role == "system" else role
+    message = {**inner, "role": role, "type": kind, "additional_kwargs": extra}
+    if role != "tool" and message.get("name") is None and "name" in extra:
+        message["name"] = extra["name"]
+    # A content of text is that text, also where it reads like parts: so look results of MCP's tools.
+    calls = _calls(inner, extra)
+    if calls or message.get("tool_calls") != []:
+        message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = calls
     return message if not isinstance(message.get("content"), dict) or _is_tool(message) else None
+
+
+def _calls(message: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Any]:
+    """Tool calls of a message in the shape of chat completions. LangChain has those apart whose arguments are no JSON,
+    and sends them behind the others; without either, what the API gave it (`extra`)."""
+    found = [*_listed(message.get("tool_calls")), *_listed(message.get("invalid_tool_calls"))]
+    if found:
+        return [_call(call) for call in found]
+    known = ("id", "type", "function")
+    return [
+        {name: call[name] for name in known if name in call} if isinstance(call, Mapping) else call
+        for call in _listed(extra.get("tool_calls"))
+    ]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _is_tool(message: Mapping[str, Any]) -> bool:
@@ -233,11 +252,44 @@ def _shown(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{**part, "type": "text"} if _is_own_text(part) else part for part in parts]}
 
 
+def _own_thoughts(message: Mapping[str, Any]) -> str | None:
+    """Reasoning that LangChain keeps beside an assistant's message; None: it keeps none."""
+    extra = message["additional_kwargs"]
+    return next((extra[name] for name in ("reasoning_content", "reasoning") if isinstance(extra.get(name), str)), None)
+
+
+def _has_own_thoughts(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and bool(_own_thoughts(message))
+
+
+def _has_broken_calls(message: Mapping[str, Any]) -> bool:
+    return bool(_listed(message.get("invalid_tool_calls")))
+
+
+def _without_broken_calls(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "tool_calls": message["tool_calls"][: -len(message["invalid_tool_calls"])]}
+
+
+_OTHERWISE: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[dict[str, Any]], dict[str, Any]]], ...] = (
+    # The Responses API shows texts of its own types, and vLLM's chat completions none but these.
+    (_has_own_texts, lambda message: {**message, "content": []}),
+    # LangChain has names of results of tools: its client for Python does not send them, that for JavaScript does.
+    (_has_own_name, lambda message: {**message, "name": None}),
+    # Its clients for OpenAI's API and DeepSeek's send no reasoning back; others may.
+    (_has_own_thoughts, lambda message: {**message, "reasoning_content": _own_thoughts(message)}),
+    # Calls whose arguments are no JSON its client for Python sends, too.
+    (_has_broken_calls, _without_broken_calls),
+)
+"""Which messages may have been sent otherwise than they are read, and as what."""
+
+
 def _call(call: Any) -> Any:
-    """A tool call in the shape of chat completions: of a LangChain one, the arguments are an object."""
+    """A tool call in the shape of chat completions: of a LangChain one, the arguments are an object, or a text that is
+    none."""
     if not isinstance(call, dict) or "function" in call or "args" not in call:
         return call
-    function = {"name": call.get("name"), "arguments": json.dumps(call["args"])}
+    arguments = call["args"] if isinstance(call["args"], str) else json.dumps(call["args"])
+    function = {"name": call.get("name"), "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": function}
 
 

@@ -25,6 +25,7 @@ from .chat import (
     labels,
     read_otherwise,
     settings_beside,
+    system_prompt,
     with_answer,
 )
 from .parsing import number, seconds
@@ -101,10 +102,8 @@ def _opened(fields: dict[str, Any]) -> dict[str, Any]:
     """Fields of a line, a table's row or a request, without the encoding that a log adds to them; what lies inside of
     them was encoded by the client, and stays."""
     found = {name: decoded(item) if name in _ENCODED else item for name, item in fields.items()}
-    # A system prompt is an object only as a list of blocks.
-    blocks = decoded(found.get("system"))
-    if isinstance(blocks, list) and blocks and all(isinstance(block, dict) and "type" in block for block in blocks):
-        found["system"] = blocks
+    if "system" in found:
+        found["system"] = system_prompt(found["system"])
     return found
 
 

@@ -208,7 +208,7 @@ def test_damaged_and_missing_mixes_are_refused(tmp_path: Path) -> None:
     (folder / CONVERSATIONS).unlink()
     with pytest.raises(MissingFileError, match=r"conversations\.parquet: no such file"):
         load_mix(folder)
-    for text, rule in (("{}", "is not a mix manifest"), ('{"format": 2, "files": {}}', "is of format 2; must be 7")):
+    for text, rule in (("{}", "is not a mix manifest"), ('{"format": 2, "files": {}}', "is of format 2; must be 8")):
         (folder / "manifest.json").write_text(text)
         with pytest.raises(CorruptDataError, match=rule):
             load_mix(folder)

@@ -233,6 +233,7 @@ def test_a_body_without_a_path_may_be_of_either_api(tmp_path: Path) -> None:
         ({"system": "x", "messages": [ASKED]}, plain | {"messages": asked}),
         ({"messages": [ASKED], **off}, plain),
         ({"messages": [ASKED], "output_config": {"effort": "low"}}, plain),
+        ({"messages": [ASKED, {"role": "system", "content": "x"}], **off}, plain),
         (talk, {**plain, "messages": [*asked, {"role": "assistant", "content": ["hm", "y"]}, *asked]}),
     ):
         lines = [
@@ -257,6 +258,7 @@ def test_a_body_without_a_path_may_be_of_either_api(tmp_path: Path) -> None:
         {"stop_sequences": ["x"]},
         {"thinking": {"type": "enabled", "budget_tokens": 9}},
         {"seed": 1, **off},
+        {"messages": [{"role": "system", "content": "x"}, ASKED], **off},
     ]
     lines = [{"request": {"messages": [ASKED], **one}} for one in sure]
     records = read_log(write_lines(tmp_path / "log.jsonl", *map(json.dumps, lines)), "openai").records

@@ -468,6 +468,7 @@ def test_langfuse_texts_that_read_like_parts_are_texts(tmp_path: Path, role: str
 
 
 CHAT = {"choices": [{"message": {"role": "assistant", "content": "Hello."}}]}
+ANTHROPIC = {"type": "message", "content": [{"type": "text", "text": "Hello."}]}
 OWN = [{"type": "input_text", "text": "Hi"}, {"type": "input_text", "text": "there"}]
 
 
@@ -482,6 +483,7 @@ OWN = [{"type": "input_text", "text": "Hi"}, {"type": "input_text", "text": "the
             ["Brief.", ASK[0]["content"]],
             None,
         ),
+        ({"messages": ASK, "system": '{"a": 1}'}, ANTHROPIC, ['{"a": 1}', ASK[0]["content"]], None),
         # They show no text of parts that are all `input_text`; the Responses API does.
         ([{"role": "user", "content": OWN}], "Hello.", ["Hi\nthere"], [""]),
         ([{"role": "user", "content": OWN}], CHAT, ["Hi\nthere"], [""]),
@@ -500,37 +502,6 @@ def test_langfuse_inputs_that_may_be_of_several_apis(
         for reading in readings
     ]
     assert found == ([] if other is None else [other])
-
-
-def test_langfuse_calls_in_langchains_form(tmp_path: Path) -> None:
-    said = {"role": "assistant", "content": "", "tool_calls": [{"name": "clock", "args": {"zone": "CET"}, "id": "c1"}]}
-    kept = {"type": "ai", "content": "", "additional_kwargs": {"tool_calls": [CALLED]}}
-    for message in (said, kept):
-        result = {"role": "tool", "content": "noon", "tool_call_id": "c1"}
-        line = {"type": "GENERATION", "input": [*ASK, message, result], "output": message}
-        (record,) = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(line)), "langfuse").records
-        assert [one.tool_calls for one in record.messages] == [None, [CALLED], None, [CALLED]]
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        lambda fields: {"type": "tool", **fields},
-        lambda fields: {"type": "tool", "data": fields},
-        lambda fields: {"type": "constructor", "id": ["langchain", "ToolMessage"], "kwargs": fields},
-    ],
-)
-def test_langfuse_names_of_langchains_results_may_not_have_been_sent(tmp_path: Path, form: Any) -> None:
-    """LangChain's client for Python sends a ToolMessage without its name, that for JavaScript with it."""
-    said = {"role": "assistant", "content": "", "tool_calls": [CALLED]}
-    fields = {"content": "noon", "tool_call_id": "c1", "name": "clock"}
-    results = [form(fields), {"role": "tool", **fields}, form({**fields, "name": None})]
-    lines = [json.dumps({"type": "GENERATION", "input": [*ASK, said, result]}) for result in results]
-    in_doubt, sent, unnamed = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse").records
-    assert [one.messages[2].name for one in (in_doubt, sent, unnamed)] == ["clock", "clock", None]
-    (other,) = (in_doubt.template_args or {})[OTHER_READINGS]
-    assert [Message.model_validate(message) for message in other["messages"]] == list(unnamed.messages)
-    assert not sent.template_args and not unnamed.template_args
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""LangChain's messages as Langfuse's client logs them, and as LangChain's own clients send them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from log_reading import read_log, write_lines
+
+from draftforge.data.conversation import OTHER_READINGS, Message
+
+ASK = [{"role": "user", "content": "What time is it?"}]
+CALLED = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
+
+
+def test_calls(tmp_path: Path) -> None:
+    said = {"role": "assistant", "content": "", "tool_calls": [{"name": "clock", "args": {"zone": "CET"}, "id": "c1"}]}
+    kept = {"type": "ai", "content": "", "additional_kwargs": {"tool_calls": [CALLED]}}
+    for message in (said, kept):
+        result = {"role": "tool", "content": "noon", "tool_call_id": "c1"}
+        line = {"type": "GENERATION", "input": [*ASK, message, result], "output": message}
+        (record,) = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(line)), "langfuse").records
+        assert [one.tool_calls for one in record.messages] == [None, [CALLED], None, [CALLED]]
+
+
+BROKEN = {"name": "clock", "args": '{"zone": ', "id": "c2"}
+SENT_BROKEN = {"id": "c2", "type": "function", "function": {"name": "clock", "arguments": '{"zone": '}}
+
+
+@pytest.mark.parametrize(
+    "said, sent, other",
+    [
+        ({"additional_kwargs": {"reasoning_content": "why"}}, {}, {"reasoning": "why"}),
+        ({"tool_calls": [CALLED], "invalid_tool_calls": [BROKEN]}, {"tool_calls": [CALLED, SENT_BROKEN]}, [CALLED]),
+        ({"invalid_tool_calls": [BROKEN]}, {"tool_calls": [SENT_BROKEN]}, None),
+        ({"additional_kwargs": {"tool_calls": [{**CALLED, "index": 0}]}}, {"tool_calls": [CALLED]}, {}),
+        ({"role": "system", "additional_kwargs": {"__openai_role__": "developer"}}, {"role": "developer"}, {}),
+        ({"role": "user", "additional_kwargs": {"name": "Bo", "refusal": None}}, {"role": "user", "name": "Bo"}, {}),
+        ({"role": "tool", "additional_kwargs": {"name": "Bo"}}, {"role": "tool"}, {}),
+    ],
+)
+def test_messages_as_its_clients_send_them(
+    tmp_path: Path, said: dict[str, Any], sent: dict[str, Any], other: Any
+) -> None:
+    """As those for OpenAI's API (1.7.4) and DeepSeek's (1.1.1) do; `other`: what others may send."""
+    plain = {"role": "assistant", "content": "Hm."}
+    line = json.dumps({"type": "GENERATION", "input": [*ASK, plain | said, *ASK]})
+    (record,) = read_log(write_lines(tmp_path / "o.jsonl", line), "langfuse").records
+    assert record.messages[1] == Message.model_validate(plain | sent)
+    readings = [reading["messages"][1] for reading in (record.template_args or {}).get(OTHER_READINGS, [])]
+    changed = {"tool_calls": other} if isinstance(other, list) else other
+    assert readings == ([] if other == {} else [plain | (changed or {})])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda fields: {"type": "tool", **fields},
+        lambda fields: {"type": "tool", "data": fields},
+        lambda fields: {"type": "constructor", "id": ["langchain", "ToolMessage"], "kwargs": fields},
+    ],
+)
+def test_names_of_results_may_not_have_been_sent(tmp_path: Path, form: Any) -> None:
+    """LangChain's client for Python sends a ToolMessage without its name, that for JavaScript with it."""
+    said = {"role": "assistant", "content": "", "tool_calls": [CALLED]}
+    fields = {"content": "noon", "tool_call_id": "c1", "name": "clock"}
+    results = [form(fields), {"role": "tool", **fields}, form({**fields, "name": None})]
+    lines = [json.dumps({"type": "GENERATION", "input": [*ASK, said, result]}) for result in results]
+    in_doubt, sent, unnamed = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse").records
+    assert [one.messages[2].name for one in (in_doubt, sent, unnamed)] == ["clock", "clock", None]
+    (other,) = (in_doubt.template_args or {})[OTHER_READINGS]
+    assert [Message.model_validate(message) for message in other["messages"]] == list(unnamed.messages)
+    assert not sent.template_args and not unnamed.template_args
