@@ -159,8 +159,8 @@ class _Share:
     def of(
         cls, spec: ProposerSpec, samples: Sequence[Sample], settings: ScoreSettings, checked: Collection[str]
     ) -> "_Share":
-        """Replay all that can be, and decode `checked` conversations of it at the settings' depths; decode all of the
-        rest."""
+        """Replay all that can be, and decode its greedy answers in `checked` conversations at the settings' depths;
+        decode all of the rest."""
         proposer = spec.proposer
         some = [depth for depth in settings.decode_draft_tokens if depth in spec.depths] or spec.depths[-1:]
         replayed: list[Sample] = []
@@ -171,7 +171,7 @@ class _Share:
             if exact:
                 replayed.append(sample)
             for rule in rules_for(sample.sampling, proposer, settings.sampled_rules):
-                if rule not in exact or sample.conversation in checked:
+                if rule not in exact or is_checked(sample, checked):
                     depths = some if rule in exact else spec.depths
                     groups.setdefault(rule, ([], depths))[0].append(sample)
         return cls(spec, replayed, [_Decoding(rule, *group) for rule, group in groups.items()])
@@ -181,12 +181,17 @@ class _Share:
         if method == "replay":
             return replace(self, decoded=[])
         if method == "decode":
-            return replace(self, replayed=[sample for sample in self.replayed if sample.conversation in checked])
+            return replace(self, replayed=[sample for sample in self.replayed if is_checked(sample, checked)])
         return self
 
     @property
     def answers(self) -> int:
         return len(self.replayed) + sum(len(group.samples) * len(group.depths) for group in self.decoded)
+
+
+def is_checked(sample: Sample, checked: Collection[str]) -> bool:
+    """Whether decoding checks a sample's replay: above temperature 0 a decoded answer need not be the recorded one."""
+    return sample.sampling.greedy and sample.conversation in checked
 
 
 def scored_samples(samples: Sequence[Sample], settings: ScoreSettings) -> list[Sample]:
@@ -264,7 +269,7 @@ def _compare(
     target: Target, replayed: Sequence[_Answer], decoded: Sequence[_Answer], settings: ScoreSettings
 ) -> Consistency:
     """Consistency check at temperature 0: decoded answers and counts against recorded answers and replayed counts."""
-    # Temperature 0 only: above it a decoded answer need not be the recorded one.
+    # Above temperature 0 are only answers that no replay tells.
     expected = {
         (answer.sample.id, answer.config): answer.counts for answer in replayed if answer.sample.sampling.greedy
     }

@@ -22,7 +22,7 @@ from ..eval import counts
 from ..eval.counts import Method
 from ..eval.draft_configs import DraftConfig, ProposerSpec
 from ..eval.leaderboard import Checkpoint, Times, serving
-from ..eval.score import Identity, scored_samples, stratified_conversations
+from ..eval.score import Identity, is_checked, scored_samples, stratified_conversations
 from ..eval.settings import ScoreSettings
 from ..eval.successive_elimination import Arm, Race, cut_into_blocks, elimination_order
 from ..progress import say
@@ -153,8 +153,8 @@ class CheckpointCounter:
         samples, checked = self._samples_of(jobs[0])
         packs = [] if jobs[0].rest else self._scorer.traces.packs(samples)
         costs = [sum(map(_tokens, (samples[index] for index in pack))) for pack in packs]
-        decoding = sum(_DECODED_COST * _tokens(sample) for sample in samples if sample.conversation in checked)
-        decoding += _GRAPHS_COST.get(self._scorer.device.type, 0) if checked else 0
+        decoding = sum(_DECODED_COST * _tokens(sample) for sample in samples if is_checked(sample, checked))
+        decoding += _GRAPHS_COST.get(self._scorer.device.type, 0) if decoding else 0
         shares = self._shares(jobs, [*costs, max(1, decoding)])
         for done, (job, parts) in enumerate(zip(jobs, shares, strict=True), start=1):
             mine = parts[self._ranks.rank]

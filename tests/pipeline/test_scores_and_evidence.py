@@ -27,6 +27,7 @@ from draftforge.recipe import load_recipe
 from draftforge.registry.gate import Decision, decide
 from draftforge.registry.settings import GateSettings
 from draftforge.specdec.replay.expected_rounds import RoundCounts
+from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.serving_plan import ServingPlan
 from draftforge.storage import write_json
 
@@ -57,6 +58,7 @@ class MadeUpScorer:
         self.device = torch.device("cpu")
         self.settings = args[0].recipe.score
         text: dict[str, Any] = {"domain": "d", "split": "selection", "prompt_ids": [1], "answer_ids": [2]}
+        text |= {"sampling": SamplingSettings()}
         self.samples = [SimpleNamespace(cluster=f"c{n}", conversation=f"c{n}", **text) for n in range(40)]
         self.traces = SimpleNamespace(packs=lambda samples: [list(range(len(samples)))])
 
