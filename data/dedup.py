@@ -115,8 +115,11 @@ def asked_elsewhere(found: Sequence[Asking], before: Sequence[Asking]) -> list[l
     for split in SPLITS[:-1]:
         seen = [keys for name, keys in before if name == split]
         again_T |= (split_T > SPLITS.index(split)) & np.isin(keys_T, np.concatenate([NO_TURNS, *seen]))
-    ends = np.cumsum([len(keys) for _, keys in found])[:-1]
-    return [np.flatnonzero(again).tolist() for again in np.split(again_T, ends)]
+    elsewhere: list[list[int]] = [[] for _ in found]
+    turn_T = np.arange(len(keys_T)) - np.searchsorted(owner_T, owner_T)
+    for owner, turn in zip(owner_T[again_T].tolist(), turn_T[again_T].tolist()):
+        elsewhere[owner].append(turn)
+    return elsewhere
 
 
 def _flattened(each: Sequence[TurnKeys]) -> tuple[TurnKeys, NDArray[np.int64]]:
@@ -240,8 +243,9 @@ def signature(text: str) -> Signature:
     hashes = [hashlib.blake2b(shingle.encode(), digest_size=8).digest() for shingle in shingles(text)]
     values_S1 = np.frombuffer(b"".join(hashes), dtype="<u8").astype(np.uint64)[:, None]
     with np.errstate(over="ignore"):  # multiply-add-shift: the wrap at 2^64 is the modulus
-        permuted_SN = (values_S1 * _FACTORS + _OFFSETS) >> np.uint64(32)
-    smallest: Signature = permuted_SN.min(axis=0).astype(np.uint32)
+        permuted_SN = values_S1 * _FACTORS
+        permuted_SN += _OFFSETS
+    smallest: Signature = (permuted_SN.min(axis=0) >> np.uint64(32)).astype(np.uint32)
     return smallest
 
 

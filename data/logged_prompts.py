@@ -101,8 +101,10 @@ class LoggedPromptIndex:
         for turns in asked:
             found = []
             for turn, (start, stop) in enumerate(islice(bounds, len(turns))):
+                if start == stop:  # a turn of a thread's middle, of which no request was logged
+                    continue
                 rows = order[start:stop]
-                latest = times[rows[-1]] if rows else math.nan
+                latest = times[rows[-1]]
                 one = {
                     "asked_at": None if math.isnan(latest) else latest,
                     "counts": self._counts(rows, names, log),

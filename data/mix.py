@@ -12,10 +12,12 @@ The same settings, sources and ancestors give the same bytes. Texts wait on disk
 a conversation, and six more of each that resembles another.
 """
 
+import gc
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -111,13 +113,15 @@ def build_mix(
         with named(f"mix.ancestors[{i}]"):
             check_members(path)
     known = load_members(earlier)
-    with Spool(folder.parent) as spool:
+    with Spool(folder.parent) as spool, ExitStack() as at_end:
         # 2) Read every source once: redacted, each content once in the spool.
         with Workers(settings, processes) as workers:
             records = ingest(settings, base_dir, sample_prompts, spool, workers)
         found = _name_domains(records, settings, earlier)
 
-        # 3) Decide what becomes of every record.
+        # 3) Decide what becomes of every record. What was read stays: it is searched for garbage no more.
+        gc.freeze()
+        at_end.callback(gc.unfreeze)
         mix = _Mix(settings, base_dir, records, known)
 
         # 4) Write the folder, the manifest with the digests of all other files last.

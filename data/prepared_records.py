@@ -20,6 +20,7 @@ from .stratify import LogRow, log_row
 
 _encoded = json.JSONEncoder(ensure_ascii=False).encode  # `json.dumps` makes an encoder for each call
 _PLAIN = ("id", "domain", "turn_by_turn", "prompt_end", "engine", "source", "where")
+_OF_MESSAGES = tuple(name for name in Message.model_fields if name != "role")
 _NESTED = ("messages", "tools", "template_args", "sampling", "redacted")
 
 
@@ -124,15 +125,9 @@ def redacted(record: Record, redactor: Redactor) -> Record:
 
 
 def _redacted_message(message: Message, redactor: Redactor) -> Message:
-    changes: dict[str, Any] = {
-        "content": redactor.value(message.content),
-        "part_fields": redactor.value(message.part_fields),
-        "reasoning": redactor.value(message.reasoning),
-        "name": redactor.value(message.name),
-        "tool_call_id": redactor.value(message.tool_call_id),
-        "tool_calls": redactor.value(message.tool_calls),
-    }
-    changes = {name: value for name, value in changes.items() if value != getattr(message, name)}
+    found = {name: getattr(message, name) for name in _OF_MESSAGES}
+    redacted = {name: redactor.value(value) for name, value in found.items() if value}
+    changes = {name: value for name, value in redacted.items() if value != found[name]}
     return message.model_copy(update=changes) if changes else message
 
 

@@ -116,7 +116,7 @@ class Redactor:
         """Redact every text, number and name of a field in a JSON value. A redacted number becomes a text."""
         if isinstance(value, str):
             return self.text(value)
-        if not value:  # most fields of most messages
+        if not value:
             return value
         written = json.dumps([value])
         redacted = self.text(written)

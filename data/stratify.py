@@ -81,22 +81,6 @@ class Lengths(NamedTuple):
     """Whether the log counts the prompt's tokens; if not, they are estimated."""
 
 
-def labels_of(record: Record, sampling: SamplingSettings | None) -> Labels:
-    """Label a record that is answered under `sampling` (None: the capture's default)."""
-    lengths, system = lengths_of(record), system_text(record)
-    return Labels(
-        domain=record.domain,
-        sampling="default" if sampling is None else sampling.key,
-        tools="with" if record.tools else "without",
-        system=hashlib.sha256(system.encode()).hexdigest()[:_SYSTEM_DIGITS] if system else NONE,
-        turns=bucket(sum(message.role == "user" for message in record.messages), _TURNS),
-        prompt=bucket(lengths.prompt, _TOKENS),
-        answer=UNKNOWN if lengths.answer is None else bucket(lengths.answer, _TOKENS),
-        source=str(record.source),
-        day=UNKNOWN if record.started is None else _day(record.started),
-    )
-
-
 def _day(started: float) -> str:
     return datetime.fromtimestamp(started, UTC).date().isoformat()
 
@@ -156,8 +140,19 @@ class LogRow(NamedTuple):
 
 def log_row(record: Record, sampling: SamplingSettings | None) -> LogRow:
     """Row of a record that is answered under `sampling` (None: the capture's default)."""
-    labels, lengths = labels_of(record, sampling), lengths_of(record)
-    return LogRow(labels, lengths, len(system_text(record)), record.started, record.where)
+    lengths, system = lengths_of(record), system_text(record)
+    labels = Labels(
+        domain=record.domain,
+        sampling="default" if sampling is None else sampling.key,
+        tools="with" if record.tools else "without",
+        system=hashlib.sha256(system.encode()).hexdigest()[:_SYSTEM_DIGITS] if system else NONE,
+        turns=bucket(sum(message.role == "user" for message in record.messages), _TURNS),
+        prompt=bucket(lengths.prompt, _TOKENS),
+        answer=UNKNOWN if lengths.answer is None else bucket(lengths.answer, _TOKENS),
+        source=str(record.source),
+        day=UNKNOWN if record.started is None else _day(record.started),
+    )
+    return LogRow(labels, lengths, len(system), record.started, record.where)
 
 
 class LogTable:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 MOST_PROCESSES = 16
 """More would wait for the one process that collects their results."""
 _BATCH_UNITS, _BATCH_BYTES = 64, 1 << 20
-_ALONE_BATCHES = 16  # what this process prepares before it starts others: a second's work
+_ALONE_BATCHES = 8  # what this process prepares before it starts others: half a second's work, as starting them is
 _QUEUED_BATCHES = 3  # of each process
 
 

@@ -11,7 +11,7 @@ from draftforge.data.conversation import Message
 from draftforge.data.mix import build_mix
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings
-from draftforge.data.stratify import Column, LogTable, bucket, labels_of, lengths_of, log_row
+from draftforge.data.stratify import Column, LogTable, bucket, lengths_of, log_row
 from draftforge.data.traffic_profile import JOINT, LOG, MIX, chi_square_p, profile, variation, variation_by_chance
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -49,7 +49,7 @@ def test_labels_name_ranges_and_hold_no_text() -> None:
     said = [("system", "secret words"), ("user", "x" * 400), ("assistant", "y" * 20)]
     messages = tuple(Message.model_validate({"role": role, "content": text}) for role, text in said)
     record = Record(domain="d", messages=messages, started=86400.0 * 365)
-    labels = labels_of(record, SamplingSettings(temperature=0.5))
+    labels = log_row(record, SamplingSettings(temperature=0.5)).labels
     assert (labels.sampling, labels.turns, labels.prompt, labels.answer) == ("t0.5", "1", "64-255", "0-63")
     assert labels.day == "1971-01-01" and labels.tools == "without" and len(labels.system) == 8
     assert "secret" not in repr(labels)
@@ -57,7 +57,7 @@ def test_labels_name_ranges_and_hold_no_text() -> None:
     counted = Record(domain="d", messages=messages, prompt_tokens=90, answer_tokens=7)
     assert lengths_of(counted) == (90, 7, True)
     open_ended = Record(domain="d", messages=messages[:2])
-    assert lengths_of(open_ended) == (103, None, False) and labels_of(open_ended, None).answer == "unknown"
+    assert lengths_of(open_ended) == (103, None, False) and log_row(open_ended, None).labels.answer == "unknown"
 
 
 def test_labels_are_in_the_order_of_what_they_name() -> None:
