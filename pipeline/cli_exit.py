@@ -17,6 +17,8 @@ from ..masking import masked
 
 RENAMED = {"--helped-by": "--cascade", "--fail-on-parting": "--fail-on-mismatch"}
 """Old flags, which are refused with the new one named."""
+_ENDS_AT_ONCE: list[bool] = []
+"""Holds something once a verb is done that leaves nothing for the end of the process to do."""
 
 
 def run(app: Typer, args: list[str] | None) -> NoReturn:
@@ -37,6 +39,9 @@ def run(app: Typer, args: list[str] | None) -> NoReturn:
             raise
         # Of a library in Rust, which gives up at an expression of a tokenizer.
         fail(error, f"a tokenizer's library gives up: {one_line(error)}", 2)
+    if args is None and _ENDS_AT_ONCE and not code:  # not where a caller in Python goes on
+        sys.stdout.flush()
+        os._exit(0)
     if code == 130:  # the parser's own way of passing on Ctrl-C
         print("error: interrupted", file=sys.stderr)
     leave(code if isinstance(code, int) else 0)
@@ -61,11 +66,15 @@ def sigterm_unwinds() -> Iterator[None]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Suspend the garbage collector, for a verb that imports much and ends soon: what is imported stays."""
+    """Suspend the garbage collector, for a verb that imports much and writes nothing: what is imported stays.
+
+    The process then ends without taking apart what MLflow has imported, which takes a while.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
+        _ENDS_AT_ONCE.append(True)
     finally:
         if was_enabled:
             gc.enable()

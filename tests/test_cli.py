@@ -1,5 +1,6 @@
 """The command line: what is parsed reaches the verbs, help is quick and complete, errors are one line."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -319,6 +320,10 @@ def test_registry_with_a_store_imports_mlflow_and_no_model_library(tmp_path: Pat
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert "no target has a draft here" in done.stdout
+    # As a process of its own it ends at once, with all that it printed.
+    words = [sys.executable, "-m", "draftforge.cli", "registry", "--workdir", str(tmp_path), "--json"]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == {"targets": [], "drafts": []}
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
