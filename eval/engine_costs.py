@@ -47,7 +47,7 @@ from .settings import EngineCostSettings, ScoreSettings
 from .vllm_server import MODEL, EngineReading, VllmClient, VllmLauncher
 
 FIELD = "score.load.costs"
-_LOOK_SECONDS = 0.02  # between two readings of the counters
+_LOOK_SECONDS = 0.05  # between two readings of the counters, which cost the server some milliseconds each
 _SETTLE_SECONDS = 30.0  # for the counters to tell what was answered
 _WARM_TOKENS = 8
 _DOUBLINGS = 4  # of an answer's length, until enough rounds are of the whole batch
