@@ -31,6 +31,7 @@ from .logs.chat import (
     SYSTEM_UNKNOWN,
     LeftOut,
     Timing,
+    arguments_beside,
     body_of,
     decoded,
     is_system_prompt,
@@ -54,16 +55,10 @@ from .served_request import (
     validated,
 )
 from .settings import LABEL, DatasetSource, FileSource, Shape, TargetSource
-from .sharegpt import MEDIA, SHAREGPT_ROLES, refuse_what_stands_beside, sharegpt_messages
+from .sharegpt import SHAREGPT_ROLES, refuse_media, refuse_what_stands_beside, sharegpt_messages
 
 _ID_DIGITS = 24
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
-_MEDIA: dict[Shape, tuple[str, ...]] = {
-    "messages": ("images", "videos", "audios"),
-    "sharegpt": MEDIA,
-}
-"""Fields beside a conversation that hold what its text has marks for (`<image>`), by shape; the first also those of a
-message."""
 _OTHER_ROLES = frozenset((*SHAREGPT_ROLES, "ai", "bot"))
 """Names in small letters of the usual roles, where they are none of `ROLES` as it is written."""
 DEFAULT_COLUMNS: dict[Shape, str] = {
@@ -280,7 +275,7 @@ def _record(
     # 2) Messages: the prompt, and the logged answer where the turn before it was opened.
     timed = timing or timing_of(line, where)
     refuse_what_cannot_be_made_again(lookup, body, timed.prompt_tokens, engine, where)
-    _refuse_media(lookup, shape, where)
+    refuse_media(lookup, shape, where)
     messages = _PARSERS[shape](lookup, engine, where)
     prompt_end: PromptEnd = "opened"
     if shape == "messages":
@@ -295,7 +290,11 @@ def _record(
         ):
             raise LeftOut(where, "messages in an unread form")
         labels = (source.domain_field, source.group_field)
-        messages = _with_system(messages, {name: line[name] for name in line if name not in labels}, inner, where)
+        beside = {name: line[name] for name in line if name not in (*labels, "request", "extra_body")}
+        # A server passes over a flag outside of the template's arguments; who writes one into a file means it.
+        if arguments_beside({name: fields[name] for name in fields if name != "enable_thinking"}, beside):
+            raise LeftOut(where, "settings beside the request")
+        messages = _with_system(messages, beside, inner, where)
 
     # 3) All other fields, each checked by itself.
     sampling, given, limit = draws_of(lookup, engine, timing is not None, where)
@@ -378,18 +377,6 @@ def _body(request: Mapping[str, Any], engine: Engine, where: str) -> dict[str, A
     if isinstance(handed, Mapping) and handed.get("prompt_token_ids") is not None:
         body["prompt_token_ids"] = handed["prompt_token_ids"]
     return body
-
-
-def _refuse_media(lookup: Lookup, shape: Shape, where: str) -> None:
-    """Raise LeftOut for a conversation with images, videos or audio beside it."""
-    for name in _MEDIA.get(shape, ()):
-        media = decoded(lookup(name))
-        if media and isinstance(media, (list, dict, str) if shape == "sharegpt" else (list, dict)):
-            raise LeftOut(where, "message part that is not text")
-    messages = decoded(lookup("messages")) if shape == "messages" else None
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict) and any(message.get(name) for name in _MEDIA[shape]):
-            raise LeftOut(where, "message part that is not text")
 
 
 def _engine(source: FileSource | DatasetSource | TargetSource) -> Engine:

@@ -141,13 +141,16 @@ def prompt_of(
     """Number of messages that are kept, and how the last prompt ends. A logged answer stays behind an opened turn only.
 
     `raw`: the line's messages, the logged answer among them; `request`: the body, whose own messages tell whether the
-    assistant's last message is an answer or part of the prompt. Raises InputError for a request without messages.
+    assistant's last message is an answer or part of the prompt. Raises InputError for a request without messages,
+    LeftOut for one with others than the line.
     """
     # 1) The prompt: without the answer, which the request's own messages lack.
     asked = decoded(request.get("messages"))
     if asked == []:
         raise InputError(f"{where}: messages is empty; must be a list of at least one")
     known = isinstance(asked, list)
+    if isinstance(asked, list) and raw[: len(asked)] != asked:
+        raise LeftOut(where, "another request beside it")
     answered = known and _answers_at_end(raw) > _answers_at_end(asked if isinstance(asked, list) else [])
     size = len(raw) - answered
     after_answer = size > 0 and _is_answer(raw[size - 1])

@@ -8,6 +8,7 @@ from ..errors import InputError
 from .conversation import ROLES, Engine, Message
 from .logs.chat import LeftOut, decoded
 from .served_request import Lookup, json_type, quoted
+from .settings import Shape
 
 SHAREGPT_ROLES: dict[str, str] = {
     "human": "user",
@@ -19,8 +20,9 @@ SHAREGPT_ROLES: dict[str, str] = {
     "function_response": "tool",
     **dict(zip(ROLES, ROLES)),
 }
-MEDIA = ("images", "videos", "audios", "image", "video", "audio")
-"""Fields that hold what a text has marks for (`<image>`), beside a conversation or a message."""
+_MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+"""Fields that hold what a text has marks for (`<image>`), beside a conversation or a message; of lines that may be
+requests, the first three alone."""
 _BESIDE = (
     "tool_calls",
     "tool_call_id",
@@ -30,9 +32,22 @@ _BESIDE = (
     "thinking",
     "content",
     "name",
+    "tools",
 )
 _ASKED_TOGETHER = ("instruction", "input", "query", "context", "history")
 """Fields that rows of Alpaca (an instruction and its input), Dolly and LLaMA-Factory ask together."""
+
+
+def refuse_media(lookup: Lookup, shape: Shape, where: str) -> None:
+    """Raise LeftOut for a conversation with images, videos or audio beside it."""
+    names, kinds = (_MEDIA[:3], (list, dict)) if shape == "messages" else (_MEDIA, (list, dict, str))
+    messages = decoded(lookup("messages")) if shape == "messages" else None
+    held = any((media := decoded(lookup(name))) and isinstance(media, kinds) for name in names)
+    if held or any(
+        isinstance(message, dict) and any(message.get(name) for name in names)
+        for message in (messages if isinstance(messages, list) else ())
+    ):
+        raise LeftOut(where, "message part that is not text")
 
 
 def refuse_what_stands_beside(asked: Any, lookup: Lookup, where: str) -> None:
@@ -51,7 +66,7 @@ def sharegpt_messages(items: Sequence[Any], engine: Engine, where: str) -> list[
         # What stands beside the text would be lost of the prompt.
         if any(raw.get(name) for name in _BESIDE):
             raise LeftOut(item, "messages in an unread form")
-        if any(raw.get(name) for name in MEDIA):
+        if any(raw.get(name) for name in _MEDIA):
             raise LeftOut(item, "message part that is not text")
         # Roles have other names than in the OpenAI style.
         role = SHAREGPT_ROLES.get(raw["from"]) if isinstance(raw.get("from"), str) else None

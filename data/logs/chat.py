@@ -212,14 +212,24 @@ def settings_beside(request: Mapping[str, Any], body: Any, *around: Any) -> bool
     inside = {name: value for name, value in body.items() if name not in _SHAPING} if isinstance(body, Mapping) else {}
     messages = request.get("messages")
     said = [str(one.get("role")) for one in messages if isinstance(one, Mapping)] if isinstance(messages, list) else []
-    arguments = request.get("chat_template_kwargs")
-    given = {**(arguments if isinstance(arguments, Mapping) else {}), **request}
-    named = {name for name, value in given.items() if value not in (None, "", [], {})}
+    named = _named(request)
     spoken = bool({"system", "developer"}.intersection(said))
     named |= {_SYSTEM} if spoken else set()
     # One that is read as of the Messages API has its own among the messages by now.
     lacking = bool(request.get(_SYSTEM)) and not spoken
     return lacking or any(_beside(named, each, _DEPTH) for each in (inside, *around))
+
+
+def arguments_beside(request: Mapping[str, Any], around: Mapping[str, Any]) -> bool:
+    """Whether tools or template arguments that a request does not name stand in an object around it."""
+    return _beside({*_named(request), _SYSTEM}, around, _DEPTH)
+
+
+def _named(request: Mapping[str, Any]) -> set[str]:
+    """Names of a request's fields and template arguments that have a value."""
+    arguments = request.get("chat_template_kwargs")
+    given = {**(arguments if isinstance(arguments, Mapping) else {}), **request}
+    return {name for name, value in given.items() if value not in (None, "", [], {})}
 
 
 def _beside(named: Collection[str], around: Any, depth: int) -> bool:

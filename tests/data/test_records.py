@@ -184,6 +184,7 @@ BILLED = {
     "content": [{"type": "input_text", "text": "x-anthropic-billing-header: cch=abc"}],
 }
 USER = {"role": "user", "content": "Hi"}
+DEFINED = {"name": "f", "parameters": {}}
 
 
 @pytest.mark.parametrize(
@@ -253,6 +254,12 @@ TALK = [{"from": "human", "value": "<image>What?"}]
             ("sharegpt", {"conversations": TALK, **media}, "message part that is not text")
             for media in ({"images": ["a.png"]}, {"videos": '["a.mp4"]'}, {"audios": ["a"]}, {"image": "a.png"})
         ),
+        ("prompts", {"prompt": "<image>Hi", "image": "a.png"}, "message part that is not text"),
+        ("turns", {"turns": ["Hi"], "images": ["a.png"]}, "message part that is not text"),
+        ("prompts", {"prompt": "Hi", "enable_thinking": False}, "settings beside the request"),
+        ("messages", {"messages": [USER], "params": {"reasoning_effort": "low"}}, "settings beside the request"),
+        ("sharegpt", {"conversations": TALK, "metadata": {"tools": [DEFINED]}}, "settings beside the request"),
+        ("messages", {"messages": [USER], "request": {"messages": [USER, USER]}}, "another request beside it"),
         ("messages", {"messages": [{"role": "user"}]}, "messages in an unread form"),
         ("messages", {"messages": [{"role": "user", "content": None}]}, "messages in an unread form"),
         ("messages", {"messages": [{"role": "user", "parts": [{"text": "Hi"}]}]}, "messages in an unread form"),
@@ -279,6 +286,8 @@ def test_lines_that_are_left_out(shape: Shape, line: dict[str, Any], reason: str
 
 
 def test_a_line_is_a_request_body() -> None:
+    asked = read({"messages": [USER], "tools": [DEFINED], "request": {"enable_thinking": False}, "x": {"tools": [{}]}})
+    assert asked.tools and not asked.template_args
     extra = {"chat_template_kwargs": {"enable_thinking": False}}
     record = read({"messages": [USER], **extra, "presence_penalty": 1.0, "stop": ["x"]})
     assert record.template_args == {"enable_thinking": False} and record.unfollowed == ("presence_penalty", "stop")
@@ -294,6 +303,7 @@ def test_a_line_is_a_request_body() -> None:
         ("sharegpt", {"tool_calls": [{"function": {"name": "f"}}]}, "messages in an unread form"),
         ("sharegpt", {"reasoning_content": "hm"}, "messages in an unread form"),
         ("sharegpt", {"name": "Ann"}, "messages in an unread form"),
+        ("sharegpt", {"tools": [DEFINED]}, "messages in an unread form"),
         ("sharegpt", {"images": ["a.png"]}, "message part that is not text"),
         ("sharegpt", {"name": None, "tool_calls": [], "weight": 1, "loss": False, "html": "x"}, None),
         ("sharegpt", {"instruction": "Answer as a pirate."}, "messages in an unread form"),

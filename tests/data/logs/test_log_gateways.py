@@ -380,7 +380,6 @@ def test_langfuse_answers(tmp_path: Path, output: Any, answer: str | None) -> No
 ASK = [{"role": "user", "content": 'It\'s "so"?\n'}]
 FUNCTION = {"type": "function", "function": {"name": "clock", "description": None, "parameters": {"type": "object"}}}
 SAID = {"role": "assistant", "content": "Once"}
-CALLED = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
 
 
 @pytest.mark.parametrize(
