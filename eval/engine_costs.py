@@ -41,7 +41,7 @@ from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.target_settings import TargetSettings
 from .cost_measurement import Grid, cut_prompts, measured_configs, runs_at
-from .cost_table import CHAIN_WAY, PLAIN_WAY, CostKey, CostTable, MeasuredPrompt, MeasuredRound, timed_rule
+from .cost_table import CHAIN_WAY, PLAIN_WAY, CostKey, CostTable, MeasuredPrompt, MeasuredRound
 from .draft_configs import ProposerSpec
 from .settings import EngineCostSettings, ScoreSettings
 from .vllm_server import MODEL, EngineReading, VllmClient, VllmLauncher
@@ -219,20 +219,18 @@ def plain_key(key: CostKey) -> CostKey:
 
 @dataclass(frozen=True)
 class EngineMeasurement:
-    """Measurement of an engine's servers over a grid. `room`: longest sequence, in tokens."""
+    """Measurement of an engine over a grid, one server after another. `room`: longest sequence, in tokens."""
 
-    servers: EngineServers
     prompts: Sequence[list[int]]
     settings: ScoreSettings
     grid: Grid
     room: int
 
-    def plain(self, key: CostKey) -> CostTable:
-        """Table of the server without a draft."""
+    def plain(self, client: EngineClient, key: CostKey) -> CostTable:
+        """Table of a server without a draft. Raises InputError or EngineError."""
         grid, points, read = self.grid, list[MeasuredRound](), list[MeasuredPrompt]()
-        steps = len(grid.places) + len(grid.prompts)
-        with self.servers.plain() as client, bar("times of vLLM, plain", steps, "points") as advance:
-            probe = _Probe(client, self.prompts, self.settings, self.room, 0)
+        probe = _Probe(client, self.prompts, self.settings, self.room, 0)
+        with bar("times of vLLM, plain", len(grid.places) + len(grid.prompts), "points") as advance:
             for size, context in grid.places:
                 found = probe.rounds(size, context)
                 if found.share > 0:
@@ -245,34 +243,30 @@ class EngineMeasurement:
                 advance(note=f"prompts of {length}")
         return CostTable(key=key, points=points, prompt_points=read, measured=_today())
 
-    def drafted(self, key: CostKey, plain: CostTable, draft: StoredDraft, spec: ProposerSpec) -> CostTable:
-        """Table of the servers with a draft, one for each K, with the rounds of the one without."""
-        points, read, lookup = list(plain.points), list(plain.prompt_points), draft.family == LOOKUP
-        beside = {point.place: point.seconds for point in plain.points}
-        for K in self.servers.depths(draft, spec):
-            # What the draft adds to a prompt is measured once, at the least K.
-            lengths = self.grid.prompts if len(points) == len(plain.points) else []
-            steps, alone = len(self.grid.places) + len(lengths), dict[int, float]()
-            with (
-                self.servers.drafting(draft, K, timed_rule(spec, self.settings)) as client,
-                bar(f"times of vLLM, {draft.family} K={K}", steps, "points") as advance,
-            ):
-                probe = _Probe(client, self.prompts, self.settings, self.room, K, repeated=lookup)
-                for size, context in self.grid.places:
-                    found = probe.rounds(size, context)
-                    _check_drafts(found, K, lookup, client.name)
-                    seconds = full_round(found.seconds, beside[size, context], found.share, size)
-                    points.append(_row(CHAIN_WAY, size, K, context, found, seconds))
-                    alone |= {context: seconds} if size == self.grid.batch_sizes[0] else {}
-                    advance(note=f"batch {size}, context {context}")
-                # An answer of two tokens takes the prompt, the draft's part of it, and a round.
-                for number, length in enumerate(lengths):
-                    both = statistics.median(one.inference_seconds for one in probe.prompts(length))
-                    one_round = alone[min(alone, key=lambda context: abs(context - length))]
-                    added = max(both - one_round - read[number].plain_seconds, 0.0)
-                    read[number] = read[number].model_copy(update={"draft_seconds": added})
-                    advance(note=f"prompts of {length}")
-        return CostTable(key=key, points=points, prompt_points=read, measured=_today())
+    def with_draft(self, table: CostTable, client: EngineClient, K: int, family: str) -> CostTable:
+        """The table with the rounds of a server that drafts K tokens. Raises InputError or EngineError."""
+        points, read, lookup = list(table.points), list(table.prompt_points), family == LOOKUP
+        beside = {point.place: point.seconds for point in points if point.way == PLAIN_WAY}
+        # What the draft adds to a prompt is measured once, beside the first K.
+        lengths = self.grid.prompts if len(beside) == len(points) else []
+        probe = _Probe(client, self.prompts, self.settings, self.room, K, repeated=lookup)
+        steps, alone = len(self.grid.places) + len(lengths), dict[int, float]()
+        with bar(f"times of vLLM, {family} K={K}", steps, "points") as advance:
+            for size, context in self.grid.places:
+                found = probe.rounds(size, context)
+                _check_drafts(found, K, lookup, client.name)
+                seconds = full_round(found.seconds, beside[size, context], found.share, size)
+                points.append(_row(CHAIN_WAY, size, K, context, found, seconds))
+                alone |= {context: seconds} if size == self.grid.batch_sizes[0] else {}
+                advance(note=f"batch {size}, context {context}")
+            # An answer of two tokens takes the prompt, the draft's part of it, and a round.
+            for number, length in enumerate(lengths):
+                both = statistics.median(one.inference_seconds for one in probe.prompts(length))
+                one_round = alone[min(alone, key=lambda context: abs(context - length))]
+                added = max(both - one_round - read[number].plain_seconds, 0.0)
+                read[number] = read[number].model_copy(update={"draft_seconds": added})
+                advance(note=f"prompts of {length}")
+        return table.model_copy(update={"points": points, "prompt_points": read, "measured": _today()})
 
 
 def full_round(measured: float, plain: float, share: float, batch_size: int) -> float:

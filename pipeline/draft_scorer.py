@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from ..data.store import Capture, Sample
 from ..eval.cost_measurement import Grid, costs_file, draft_memory, measure_costs, most_context, rounds_to_time
-from ..eval.cost_table import CostKey, CostTable, cached_costs, cost_key, hardware_name, table_for
+from ..eval.cost_table import CostKey, CostTable, cached_costs, cost_key, hardware_name, table_for, timed_rule
 from ..eval.counts import Method
 from ..eval.draft_configs import ProposerSpec
 from ..eval.engine_costs import EngineMeasurement, EngineServers, plain_key
@@ -151,11 +151,19 @@ class Scorer:
         found = {"hardware": servers.hardware, "engine": servers.engine, "software": servers.software}
         key = own.model_copy(update=found)
         # Rounds without a draft are measured once, for all drafts of the target.
-        measurement, alone = EngineMeasurement(servers, prompts, settings, grid, target.max_positions), plain_key(key)
-        plain = self._cached(alone, grid, lambda: measurement.plain(alone))
+        measurement, alone = EngineMeasurement(prompts, settings, grid, target.max_positions), plain_key(key)
+
+        def measure_plain() -> CostTable:
+            with servers.plain() as client:
+                return measurement.plain(client, alone)
+
+        plain = self._cached(alone, grid, measure_plain)
 
         def measure() -> CostTable:
-            table = measurement.drafted(key, plain, draft, spec)
+            table = plain.model_copy(update={"key": key})
+            for K in servers.depths(draft, spec):
+                with servers.drafting(draft, K, timed_rule(spec, settings)) as client:
+                    table = measurement.with_draft(table, client, K, draft.family)
             # The engine does not tell what the draft keeps: our own decoder's draft tells it.
             weights, kept = draft_memory(target, spec, prompts[0][-grid.context :], settings)
             return table.model_copy(update={"draft_bytes": weights, "cache_bytes_per_token": kept})

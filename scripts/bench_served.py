@@ -8,20 +8,22 @@ and with each draft at each K, one server after another. Each server answers the
 concurrency, at temperature 0 and with a fixed number of tokens, after a warm-up. Its counters before and after give tau
 and accepted tokens by position; tokens a second beside the plain server's on the same prompts give the speed-up.
 
-After the last server has stopped, draftforge replays each draft on the very answers that each server gave ("tau ours",
-in vLLM's convention), and measures its own times over the concurrencies as batch sizes; with the counts on the plain
-server's answers they make the promised speed-up. Requests at once are fewer than the concurrency at the end of a
-measurement: `slots` is their mean number. `equal` is the share of answers that are the plain server's at the least
-concurrency, token by token: near ties fall otherwise in passes of another shape.
+After that each server's rounds and prompts are timed as `score.load.costs` times them, over the concurrencies as
+batch sizes. When the last server has stopped, draftforge replays each draft on the very answers that each server gave
+("tau ours", in vLLM's convention), and measures its own times over the same batch sizes. The counts on the plain
+server's answers make a promised speed-up with the engine's times, and another with draftforge's own. Requests at once
+are fewer than the concurrency at the end of a measurement: `slots` is their mean number. `equal` is the share of
+answers that are the plain server's at the least concurrency, token by token: near ties fall otherwise in passes of
+another shape.
 
-OUT/results.json and OUT/table.txt are written as results come; OUT/logs has the log of each server, OUT/answers what it
-answered, OUT/costs the times. A later run goes on: what is measured is not measured again, what failed is tried again.
+OUT/results.json and OUT/table.txt are written as results come; OUT/logs has the log of each server, OUT/answers what
+it answered, OUT/costs the times of both. A later run goes on: what is measured is not measured again, what failed is
+tried again.
 Exit code 3: something failed; its row says why.
 """
 
 import json
 import math
-import os
 import shlex
 import signal
 import sys
@@ -51,7 +53,7 @@ from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.leaderboard import config_rows
 from draftforge.eval.score import Identity, score_draft
 from draftforge.eval.serving_load import LoadTimes
-from draftforge.eval.settings import SELECTION_SPLIT, CostSettings, LoadSettings, ScoreSettings
+from draftforge.eval.settings import SELECTION_SPLIT
 from draftforge.eval.target_pass_cache import TargetPassCache
 from draftforge.eval.vllm_server import MODEL, VllmClient, VllmLauncher
 from draftforge.pipeline.stages import captured_stages, checkpoints_of
@@ -59,7 +61,7 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.progress import bar, say
 from draftforge.recipe import load_recipe
 from draftforge.registry.lineage import git_commit
-from draftforge.scripts.vllm_servers import PLAIN, Draft, Prompt, Setup, measure
+from draftforge.scripts.vllm_servers import PLAIN, Draft, EngineTimes, Prompt, Setup, hardware, measure, scoring
 from draftforge.specdec.formats import meta_file, read_meta
 from draftforge.specdec.formats.layouts import NATIVE, family_at, layout_of
 from draftforge.specdec.proposers.training_free import LOOKUP
@@ -173,6 +175,7 @@ def serve_all(
 ) -> None:
     """Measure what is not measured yet, one server after another."""
     sizes: list[int] = asked["concurrency"]
+    times = EngineTimes(bench.out / "costs", target, prompts, asked)
     left = {one: [size for size in sizes if measured_key(one, size) not in bench.found["served"]] for one in setups}
     with bar("serving", sum(map(len, left.values())), "measurements") as advance:
         for setup, missing in left.items():
@@ -190,11 +193,12 @@ def serve_all(
                     bench.keep("servers", setup.key, record)
                     for size in missing:
                         key = measured_key(setup, size)
-                        figures, answers = measure(client, setup, prompts, size, asked["new_tokens"], asked["waves"])
+                        figures, answers = measure(client, setup, prompts, size, asked["new_tokens"], asked["seconds"])
                         bench.keep_answers(key, answers)
                         bench.keep("served", key, figures)
                         done += 1
                         advance(note=f"{key}: {figures['tokens_per_second']:,.0f} tokens/s")
+                    times.measure(client, setup)
                 bench.found["failed"].pop(setup.key, None)
             except DraftforgeError as error:
                 bench.keep("servers", setup.key, {"engine": "vLLM"} | record)
@@ -210,17 +214,8 @@ class Judge:
 
     def __init__(self, bench: Bench, settings: TargetSettings, prompts: Sequence[Prompt], asked: Json) -> None:
         self._bench, self._prompts, self._asked = bench, prompts, asked
-        self._target = Target.load(settings)
-        tokens: int = asked["new_tokens"]
-        context = round(sum(len(one.ids) for one in prompts) / len(prompts)) + tokens // 2
-        load = LoadSettings(
-            engine="vllm", batch_sizes=dict.fromkeys(asked["concurrency"], 1.0), context_tokens=context,
-            answer_tokens=tokens,
-        )  # fmt: skip
-        costs = CostSettings(prompts=asked["cost_prompts"], rounds=asked["cost_rounds"])
-        self._settings = ScoreSettings(
-            draft_tokens=asked["draft_tokens"], decode_conversations=0, load=load, costs=costs
-        )
+        self._target, self._settings = Target.load(settings), scoring(prompts, asked)
+        self._engine_times = EngineTimes(bench.out / "costs", settings, prompts, asked)
         self._traces = TargetPassCache(self._target, self._settings.trace_bytes, self._settings.replay_tokens)
 
     def judge(self, draft: Draft, setups: Sequence[Setup], base: str) -> Json:
@@ -256,11 +251,12 @@ class Judge:
             """Counts of all answers of a measurement, one that was given again counted again."""
             return table.take([row_of[_answer_id(*one), K] for one in answers[key]])
 
-        # 3) The promise: counts on the base's answers, times over the concurrencies.
-        times = self._times(spec, loaded)
+        # 3) The promises: counts on the base's answers, times over the concurrencies, the engine's and our own.
+        times, engine = self._times(spec, loaded), self._times_of_engine(draft, spec, loaded)
         plain = counts.concat([given(base, K) for K in spec.depths])
         promised = {one.config: one for one in config_rows([plain], {identity: times}, self._settings)[identity]}
         found: Json = {"of": served_by, "base": base, "times": times.description, "measurements": {}}
+        found["engine_times"] = engine and engine.description
         confidence, reference = self._settings.confidence, set(map(_answer_id_of, answers[base]))
         for key, K, size in measured:
             mine, row = given(key, K), promised[DraftConfig(K)]
@@ -268,9 +264,9 @@ class Judge:
             figures: Json = {"tau": _known(unclipped_tau(mine, confidence).value)}
             figures["accepted_at"] = [_known(math.prod(reached[: k + 1])) for k in range(K)]
             figures["promised_tau"] = _known(row.tau.value)
-            figures["promised_speedup"] = _known(
-                times.gain_at(size, row.config, row.drafted_share).speedup(row.tau.value)
-            )
+            for name, one in (("promised_speedup", times), ("promised_by_engine", engine)):
+                gain = one and one.gain_at(size, row.config, row.drafted_share)
+                figures[name] = gain and _known(gain.speedup(row.tau.value))
             figures["equal_answers"] = sum(_answer_id_of(one) in reference for one in answers[key]) / len(answers[key])
             found["measurements"][key] = figures
         return found
@@ -297,6 +293,16 @@ class Judge:
             return measure_costs(key, self._target, [spec], prompts, settings, grid)
 
         return LoadTimes(cached_costs(self._bench.out / "costs" / costs_file(key, grid), key, measure_here), load)
+
+    def _times_of_engine(self, draft: Draft, spec: ProposerSpec, loaded: StoredDraft) -> LoadTimes | None:
+        """Times of the engine's rounds with this draft at every K, if they were measured."""
+        table, load = self._engine_times.table(draft), self._settings.load
+        assert load is not None
+        if table is None or not set(spec.depths) <= {point.levels for point in table.points}:
+            return None
+        own = cost_key(self._target, loaded.module or loaded.family, [spec], self._settings)
+        key = own.model_copy(update=table.key.model_dump(include={"hardware", "engine", "software"}))
+        return LoadTimes(table.model_copy(update={"key": key}), load)
 
 
 def _answer_id(number: int, ids: list[int]) -> str:
@@ -360,7 +366,8 @@ def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None
             speedup = mine["tokens_per_second"] / plain["tokens_per_second"] if plain else None
             about |= {"tau_served": mine["tau"], "tau_ours": ours.get("tau"), "accepted_served": mine["accepted_at"]}
             about |= {"accepted_ours": ours.get("accepted_at"), "speedup_served": speedup}
-            about |= {"speedup_promised": ours.get("promised_speedup"), "equal_answers": ours.get("equal_answers")}
+            about |= {"speedup_promised": ours.get("promised_by_engine"), "equal_answers": ours.get("equal_answers")}
+            about["speedup_by_own_rounds"] = ours.get("promised_speedup")
             about["tau_percent"] = percent(about["tau_ours"], about["tau_served"])
             about["speedup_percent"] = percent(about["speedup_promised"], about["speedup_served"])
             rows.append(about)
@@ -402,7 +409,7 @@ def show(bench: Bench, console: Console) -> None:
     """Print the table, the rankings, notes and what failed."""
     table = Table(title=f"{bench.found['settings']['new_tokens']} tokens an answer, T = 0; {bench.found['hardware']}")
     columns = "engine|draft|step|K|conc.|slots|tau served|ours|%|accepted served|ours|tokens/s|speed-up served"
-    for title in f"{columns}|promised|%|equal".split("|"):
+    for title in f"{columns}|promised|%|by own rounds|equal".split("|"):
         table.add_column(title)
     for row in bench.found["rows"]:
         about = [row["engine"], row["draft"], number(row["step"], ".0f"), row["draft_tokens"] or "-"]
@@ -415,6 +422,7 @@ def show(bench: Bench, console: Console) -> None:
         cells += [" ".join(map(number, row.get(f"accepted_{side}") or [])) for side in ("served", "ours")]
         cells += [number(row["tokens_per_second"], ",.0f"), number(row.get("speedup_served"))]
         cells += [number(row.get("speedup_promised")), number(row.get("speedup_percent"), "+.1f")]
+        cells += [number(row.get("speedup_by_own_rounds"))]
         table.add_row(*cells, number(row.get("equal_answers"), ".0%"))
     console.print(table)
     for one in bench.found["rankings"]:
@@ -456,7 +464,7 @@ def main(
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Again for more; 1, 8, 32, 64.")] = None,
     draft_tokens: Annotated[list[int] | None, typer.Option(min=1, help="K; again for more; 1, 2, 4.")] = None,
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of every answer.")] = 128,
-    waves: Annotated[int, typer.Option(min=1, help="Requests of a measurement, at least, per concurrency.")] = 2,
+    seconds: Annotated[float, typer.Option(min=0, help="Of a measurement, about, at least.")] = 6,
     dtype: Annotated[str, typer.Option(help="Of target and drafts, here and there.")] = "bfloat16",
     start_seconds: Annotated[float, typer.Option(min=1, help="A server must answer within these.")] = 600,
     cost_prompts: Annotated[int, typer.Option(min=1, help="Prompts of our own times.")] = 4,
@@ -480,7 +488,13 @@ def main(
             print(shlex.join(vllm.words(setup.command(settings), settings.dtype, "PORT")))
         return
     rows = read_prompts(prompts, limit, settings)
-    asked: Json = {"target": settings.model, "dtype": dtype, "new_tokens": new_tokens, "waves": waves, "flags": flags}
+    asked: Json = {
+        "target": settings.model,
+        "dtype": dtype,
+        "new_tokens": new_tokens,
+        "seconds": seconds,
+        "flags": flags,
+    }
     asked["prompts"] = fingerprint.of_json([list(one) for one in rows])
     bench = Bench(out.resolve(), asked)
     for one in drafts:
@@ -492,8 +506,7 @@ def main(
     serve_all(bench, vllm, settings, setups, rows, asked)
     judge_all(bench, settings, setups, rows, asked)
     # 3) Both.
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores"
-    bench.found |= {"hardware": hardware, "torch": torch.__version__, "commit": git_commit(), "command": sys.argv}
+    bench.found |= {"hardware": hardware(), "torch": torch.__version__, "commit": git_commit(), "command": sys.argv}
     compare(bench, setups, sizes)
     show(bench, Console(width=200))
     with (bench.out / "table.txt").open("w") as stream:

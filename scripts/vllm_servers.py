@@ -1,14 +1,23 @@
 """vLLM's servers with and without drafts for `bench_served.py`, and what they count and take."""
 
 import math
+import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
+from draftforge import storage
 from draftforge.errors import EngineError
+from draftforge.eval.cost_measurement import Grid
+from draftforge.eval.cost_table import CostKey, CostTable
+from draftforge.eval.engine_costs import EngineMeasurement
 from draftforge.eval.engine_metrics import Counters, parse
+from draftforge.eval.settings import CostSettings, LoadSettings, ScoreSettings
 from draftforge.eval.vllm_server import VllmClient
 from draftforge.specdec.formats.layouts import NATIVE
 from draftforge.specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
@@ -16,7 +25,6 @@ from draftforge.specdec.serving_plan import ServingPlan
 from draftforge.specdec.target_settings import TargetSettings
 
 PLAIN = "plain"
-_WARM_TOKENS = 16
 _SETTLE_SECONDS = 0.5
 """The engine's process tells its server a step later: counters are read until two readings so far apart are equal."""
 Json = dict[str, Any]
@@ -83,25 +91,27 @@ def timed_answer(client: VllmClient, prompt: Prompt, tokens: int) -> tuple[list[
 
 
 def measure(
-    client: VllmClient, setup: Setup, prompts: Sequence[Prompt], concurrency: int, tokens: int, waves: int
+    client: VllmClient, setup: Setup, prompts: Sequence[Prompt], concurrency: int, tokens: int, seconds: float
 ) -> tuple[Json, list[tuple[int, list[int]]]]:
-    """Figures of one server at one concurrency, and its answers by number of the prompt."""
-    # Whole passes over the prompts, so that each counts alike, and at least so many waves of requests.
-    passes = math.ceil(waves * concurrency / len(prompts))
-    order = [number for _ in range(passes) for number in range(len(prompts))]
+    """Figures of one server at one concurrency over about so many seconds, and its answers by number of the prompt."""
     with ThreadPoolExecutor(concurrency) as pool:
-        list(
-            pool.map(
-                lambda number: timed_answer(client, prompts[number], min(_WARM_TOKENS, tokens)), order[:concurrency]
-            )
-        )
+
+        def ask(order: Sequence[int]) -> tuple[list[tuple[list[int], float]], float]:
+            begun = time.monotonic()
+            replies = list(pool.map(lambda number: timed_answer(client, prompts[number], tokens), order))
+            return replies, time.monotonic() - begun
+
+        # 1) Warm up at this concurrency, which also says how long a request takes.
+        warm = list(islice(cycle(range(len(prompts))), 2 * concurrency))
+        a_request = ask(warm)[1] / len(warm)
+        # 2) Whole passes over the prompts, so that each counts alike, and twice as many requests as run at once.
+        passes = math.ceil(max(seconds / a_request, 2 * concurrency) / len(prompts))
+        order = [number for _ in range(passes) for number in range(len(prompts))]
         before = None if setup.draft is None else counters(client)
-        begun = time.monotonic()
-        replies = list(pool.map(lambda number: timed_answer(client, prompts[number], tokens), order))
-        seconds = time.monotonic() - begun
-    figures: Json = {"requests": len(order), "tokens": len(order) * tokens, "seconds": seconds}
-    figures["tokens_per_second"] = figures["tokens"] / seconds
-    figures["slots"] = sum(each for _, each in replies) / seconds
+        replies, took = ask(order)
+    figures: Json = {"requests": len(order), "tokens": len(order) * tokens, "seconds": took}
+    figures["tokens_per_second"] = figures["tokens"] / took
+    figures["slots"] = sum(each for _, each in replies) / took
     if before is not None:
         added = counters(client).since(before)
         if not added.rounds:
@@ -109,3 +119,60 @@ def measure(
         figures |= {"drafts": added.rounds, "drafted": added.drafted, "accepted": added.accepted, "tau": added.tau}
         figures["accepted_at"] = [count / added.rounds for count in added.accepted_at]
     return figures, [(number, ids) for number, (ids, _) in zip(order, replies, strict=True)]
+
+
+def scoring(prompts: Sequence[Prompt], asked: Json) -> ScoreSettings:
+    """Settings of scores at the load that is served."""
+    tokens: int = asked["new_tokens"]
+    context = round(sum(len(one.ids) for one in prompts) / len(prompts)) + tokens // 2
+    sizes = dict.fromkeys(asked["concurrency"], 1.0)
+    load = LoadSettings(engine="vllm", batch_sizes=sizes, context_tokens=context, answer_tokens=tokens)
+    costs = CostSettings(prompts=asked["cost_prompts"], rounds=asked["cost_rounds"])
+    return ScoreSettings(draft_tokens=asked["draft_tokens"], decode_conversations=0, load=load, costs=costs)
+
+
+class EngineTimes:
+    """Times of the engine's rounds, by draft, kept in OUT/costs."""
+
+    def __init__(self, folder: Path, target: TargetSettings, prompts: Sequence[Prompt], asked: Json) -> None:
+        settings = scoring(prompts, asked)
+        assert settings.load is not None
+        room = 4 * settings.load.context_tokens
+        grid = Grid.around(settings.load, room)
+        self._measurement = EngineMeasurement([one.ids for one in prompts], settings, grid, 2 * room)
+        self._folder, self._dtype, self._flags = folder, target.dtype, " ".join(asked["flags"])
+
+    def table(self, draft: Draft | None) -> CostTable | None:
+        """Rounds of the plain server, with those of a draft; None where they were not measured."""
+        file = self._file(draft)
+        return CostTable.model_validate_json(file.read_bytes()) if file.is_file() else None
+
+    def measure(self, client: VllmClient, setup: Setup) -> None:
+        """Add a server's rounds to its draft's table, unless they are there."""
+        table = self.table(setup.draft)
+        if setup.draft is None:
+            if table is None:
+                key = CostKey(
+                    hardware=hardware(), engine=client.version(), software=f"{client.version()} {self._flags}",
+                    dtype=self._dtype, target={}, draft={}, sampling="", plans={},
+                )  # fmt: skip
+                self._keep(None, self._measurement.plain(client, key))
+            return
+        table = table or self.table(None)
+        if table is None:
+            raise EngineError("there are no times of the plain server to set its rounds beside")
+        if all(point.levels != setup.draft_tokens for point in table.points):
+            self._keep(
+                setup.draft,
+                self._measurement.with_draft(table, client, setup.draft_tokens, setup.draft.family),
+            )
+
+    def _keep(self, draft: Draft | None, table: CostTable) -> None:
+        storage.write_bytes(self._file(draft), table.model_dump_json().encode())
+
+    def _file(self, draft: Draft | None) -> Path:
+        return self._folder / f"engine-{PLAIN if draft is None else draft.key}.json"
+
+
+def hardware() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores"

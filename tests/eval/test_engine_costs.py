@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from draftforge import fingerprint
 from draftforge.errors import DraftforgeError, InputError
 from draftforge.eval import engine_costs
 from draftforge.eval.cost_measurement import Grid
-from draftforge.eval.cost_table import CostKey, CostTable
+from draftforge.eval.cost_table import CostKey, CostTable, timed_rule
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.engine_costs import EngineMeasurement, EngineServers, full_round, plain_key
 from draftforge.eval.serving_load import LoadTimes
@@ -63,10 +63,13 @@ def prompt_seconds(tokens: int, K: int) -> float:
 
 
 def measured(servers: SimulatedServers, family: str = "eagle3") -> CostTable:
-    found: Any = servers
-    measurement = EngineMeasurement(found, PROMPTS, SETTINGS, GRID, ROOM)
-    draft: Any = SimpleNamespace(family=family)
-    return measurement.drafted(KEY, measurement.plain(plain_key(KEY)), draft, SPEC)
+    measurement, draft = EngineMeasurement(PROMPTS, SETTINGS, GRID, ROOM), cast(Any, SimpleNamespace(family=family))
+    with servers.plain() as client:
+        table = measurement.plain(client, plain_key(KEY))
+    for K in servers.depths(draft, SPEC):
+        with servers.drafting(draft, K, timed_rule(SPEC, SETTINGS)) as client:
+            table = measurement.with_draft(table, client, K, family)
+    return table.model_copy(update={"key": KEY})
 
 
 def test_planted_times_are_recovered() -> None:

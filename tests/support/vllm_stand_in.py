@@ -3,7 +3,8 @@
     python vllm_stand_in.py STATE.json -m vllm.entrypoints.openai.api_server --model TARGET --port N ...
 
 STATE.json: `answers`, ids by prompt; `rounds`, by draft and K, the accepted tokens of each draft of an answer, by
-prompt; `broken`, methods whose server ends with an error. Each start is a line of `starts.txt` beside it.
+prompt; `broken`, methods whose server ends with an error. Each start is a line of `starts.txt` beside it. To other
+prompts it answers zeros, and accepts nothing. By its counters a prompt takes a microsecond, and a round 1 + K / 5 ms.
 """
 
 import json
@@ -34,7 +35,16 @@ def main() -> None:
 
 
 def serve(port: int, answers: dict[str, list[int]], rounds: dict[str, list[int]] | None, K: int) -> None:
-    counted: list[int] = []
+    counted, requests, passes = list[int](), list[int](), list[int]()  # accepted of each draft; tokens; rounds
+
+    def counters() -> dict[str, float]:
+        seconds, prompts = (1 + K / 5) * 1e-3 * sum(passes), 1e-6 * len(requests)
+        return {
+            "num_requests_running": 0, "num_requests_waiting": 0, "time_to_first_token_seconds_count": len(requests),
+            "request_success_total": len(requests), "inter_token_latency_seconds_count": sum(passes),
+            "inter_token_latency_seconds_sum": seconds, "request_prefill_time_seconds_sum": prompts,
+            "request_inference_time_seconds_sum": prompts + seconds,
+        }  # fmt: skip
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -44,20 +54,27 @@ def serve(port: int, answers: dict[str, list[int]], rounds: dict[str, list[int]]
 
         def do_GET(self) -> None:
             if self.path == "/metrics":
+                lines = [f"vllm:{name} {value}" for name, value in counters().items()]
                 at = [sum(one >= k for one in counted) for k in range(1, K + 1)]
-                lines = [f"{PREFIX}drafts_total {len(counted)}", f"{PREFIX}draft_tokens_total {K * len(counted)}"]
-                lines += [f"{PREFIX}accepted_tokens_total {sum(counted)}"]
-                name = f"{PREFIX}accepted_tokens_per_pos_total"
-                lines += [f'{name}{{position="{k}"}} {count}' for k, count in enumerate(at)]
-                self._reply(("\n".join(lines) + "\n" if rounds is not None else "").encode())
+                if rounds is not None:
+                    drafts = len(counted)
+                    lines += [f"{PREFIX}drafts_total {drafts}", f"{PREFIX}draft_tokens_total {K * drafts}"]
+                    lines += [f"{PREFIX}accepted_tokens_total {sum(counted)}"]
+                    name = f"{PREFIX}accepted_tokens_per_pos_total"
+                    lines += [f'{name}{{position="{k}"}} {count}' for k, count in enumerate(at)]
+                self._reply(("\n".join(lines) + "\n").encode())
             else:
                 self._reply(json.dumps({"version": "0.99"}).encode())
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             key = json.dumps(body["prompt"])
-            counted.extend((rounds or {}).get(key, []))
-            choice = {"token_ids": answers[key][: body["max_tokens"]]}
+            asked: int = body["max_tokens"]
+            of_answer = (rounds or {}).get(key, [0] * (asked - 1))
+            counted.extend(of_answer if rounds is not None else [])
+            requests.append(asked)
+            passes.append(len(of_answer))
+            choice = {"token_ids": answers.get(key, [0] * asked)[:asked]}
             self._reply(json.dumps({"choices": [choice]}).encode())
 
         def _reply(self, data: bytes) -> None:
