@@ -125,9 +125,9 @@ class LoggedPromptIndex:
         return [[*pair, number] for pair, number in _most(counts)]
 
     def _some_digests(self, rows: Sequence[int]) -> list[str]:
-        """Hashes of the latest requests."""
-        digests = (self._digests[_DIGEST_BYTES * row : _DIGEST_BYTES * (row + 1)].hex() for row in reversed(rows))
-        return sorted({digest for digest in digests if digest.strip("0")})[:_MOST_KEPT]
+        """Hashes of the requests' prompts, the first ones in their order."""
+        digests = {bytes(self._digests[_DIGEST_BYTES * row : _DIGEST_BYTES * (row + 1)]) for row in rows}
+        return sorted(digest.hex() for digest in digests - {bytes(_DIGEST_BYTES)})[:_MOST_KEPT]
 
 
 def _most(counts: Mapping[tuple[str, int], int]) -> list[tuple[tuple[str, int], int]]:

@@ -279,7 +279,7 @@ class _Mix:
 
         # 6) Later mixes must know the parts of what is kept too: a later log may hold them alone.
         self._seen = {
-            id: self._place(n)
+            id: self._placements.get(id) or self._place(n)
             for n, id in enumerate(self._ids)
             if id in self._placements or (id in self._continued and self._original(id) in self._placements)
         }
@@ -415,8 +415,8 @@ class _Mix:
         for key in ("domain", SOURCE):
             column = self._records.log.column(key)
             names = [name_of(self._settings.sources[int(i)]) for i in column.names] if key == SOURCE else column.names
-            for code, fate in zip(column.codes_N.tolist(), self._fates.tolist()):
-                fates.setdefault(names[code], Counter())[FATES[fate]] += 1
+            for (code, fate), count in Counter(zip(column.codes_N.tolist(), self._fates.tolist())).items():
+                fates.setdefault(names[code], Counter())[FATES[fate]] += count
             for code, count in zip(column.codes_N[self._rows[self._kept]].tolist(), turns_K):
                 turns[names[code]] += count
 
