@@ -18,6 +18,7 @@ vLLM is followed (0.32 and 0.33) and, where a conversation says so, SGLang:
 | `/v1/messages`: thinking disabled, where the template tells no effort `none` from others | effort `low` | no prompt |
 | a content that is an empty list, calls that are one | as if absent | stay |
 | of several templates | the one for tools, where there are some | the first |
+| a processor's template, other than the tokenizer's | without tools | always |
 | tools that the template fails at | refused | shown once more, without their wrapper |
 | arguments of a call: none | an empty object | null |
 | empty text, no JSON, or JSON that is no object | an empty object | refused, so left out of the mix |
@@ -195,8 +196,18 @@ def _unchanged(messages: Any) -> Any:
 
 def require_chat_template(tokenizer: Any) -> None:
     """Raise InputError unless the tokenizer has a chat template."""
-    if not getattr(tokenizer, "chat_template", None):
+    if not getattr(tokenizer, "chat_template", None) and not getattr(tokenizer, "processor_template", None):
         raise InputError(f"{tokenizer.name_or_path}: the tokenizer has no chat template; conversations need one")
+
+
+def chat_template_for(tokenizer: Any, tools: list[dict[str, Any]] | None, engine: Engine = "vllm") -> str:
+    """Template that an engine shows messages with these tools: vLLM the processor's, if it is another, where there are
+    no tools, else the one of several for tools; SGLang the processor's, or the first."""
+    own, template = getattr(tokenizer, "processor_template", None), tokenizer.chat_template
+    if own is not None and (tools is None or engine == "sglang"):
+        return str(own)
+    first = engine == "sglang" and isinstance(template, dict)
+    return str(next(iter(template.values())) if first else tokenizer.get_chat_template(None, tools))
 
 
 def _prompt(
@@ -215,8 +226,7 @@ def _prompt(
     if form is not None:
         messages, template_args = _as_messages_api(tokenizer, messages, template_args, form)
     tools = template_args.pop("tools", tools)
-    several = engine == "sglang" and isinstance(tokenizer.chat_template, dict)
-    template = next(iter(tokenizer.chat_template.values())) if several else tokenizer.get_chat_template(None, tools)
+    template = chat_template_for(tokenizer, tools, engine)
     if len(template) > (longest := LIMITS.get().characters):
         raise TemplateError(f"it has {len(template):,} characters; target.template_limits allows {longest:,}")
     shown = shown_messages(messages, takes_parts(template, engine), engine)
@@ -259,7 +269,7 @@ def _as_messages_api(
     """Messages and template arguments as vLLM's `/v1/messages` makes them for this tokenizer's templates. `form`: what
     the request asks of it."""
     system = [message for message in messages if message.role == "system"]
-    templates = (tokenizer.get_chat_template(None, None), tokenizer.get_chat_template(None, []))
+    templates = (chat_template_for(tokenizer, None), chat_template_for(tokenizer, []))
     if system and any(map(_wants_system_first, templates)):
         whole = Message(role="system", content="".join(message.text for message in system))
         messages = [whole, *(message for message in messages if message.role != "system")]

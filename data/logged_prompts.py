@@ -21,7 +21,7 @@ from jinja2 import TemplateError, meta
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 from ..errors import InputError
-from .chat_template import ids_of_prompt, template_tree, turn_ids, turn_prompt
+from .chat_template import chat_template_for, ids_of_prompt, template_tree, turn_ids, turn_prompt
 from .conversation import NO_SYSTEM_PROMPT, OTHER_READINGS, Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
 from .dedup import NO_TURNS, TurnKeys
 from .logs.parsing import prompt_digest
@@ -413,7 +413,7 @@ def _settings(
     and the request does not set, and the end of the prompt."""
     if turn.prompt_end == "after_answer":
         yield "continue_final_message: true", (conversation, replace(turn, prompt_end="prefill"))
-    for name in _arguments(tokenizer.get_chat_template(None, conversation.tools)):
+    for name in _arguments(chat_template_for(tokenizer, conversation.tools)):
         if name in conversation.template_args:
             continue
         for value in _EFFORTS if name == "reasoning_effort" else (False, True):

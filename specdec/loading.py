@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..errors import DraftforgeError, FormatError, one_line
 from ..progress import say
+from ..storage import read_object
 from .expressions import TOKENIZER_PARTS, check_tokenizer_expressions, check_tokenizer_file
 from .gguf_header import read_header
 from .model_folder import check_folder, check_size, check_tokenizer_names
@@ -44,7 +45,10 @@ def load_model(source: str | Path, where: str, only_known: bool = False, **optio
 
 
 def load_tokenizer(source: str | Path, where: str, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer. Raises FormatError, its line beginning with `where`."""
+    """Load a tokenizer, with the template of the processor beside it as `processor_template`; None: that is its own.
+
+    Raises FormatError, its line beginning with `where`.
+    """
     with refused(where):
         check_tokenizer_names(Path(source), where)
         if (file := Path(source) / "tokenizer.json").is_file():
@@ -53,7 +57,22 @@ def load_tokenizer(source: str | Path, where: str, **options: Any) -> PreTrained
         fast = getattr(tokenizer, "backend_tokenizer", None)
         if fast is not None:
             check_tokenizer_expressions(tuple(getattr(fast, part) for part in TOKENIZER_PARTS), where)
+        found = processor_template(Path(source))
+        tokenizer.processor_template = None if found == tokenizer.chat_template else found
         return tokenizer
+
+
+def processor_template(folder: Path) -> str | None:
+    """Chat template that a model's folder has for its processor alone; None: it has none.
+
+    A `chat_template.jinja` is that of both, and goes before the others.
+    """
+    processors = [folder / name for name in ("processor_config.json", "preprocessor_config.json")]
+    if (folder / "chat_template.jinja").is_file() or not any(path.is_file() for path in processors):
+        return None
+    holders = [path for path in (folder / "chat_template.json", processors[0]) if path.is_file()]
+    found = (read_object(path).get("chat_template") for path in holders)
+    return next((template for template in found if isinstance(template, str)), None)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ..storage import check_hub_name, read_object
 from .expressions import check_short, matching
 from .gguf_header import read_header
 from .kernels.fused import can_fuse, fuse
-from .loading import as_the_file_says, load_model, load_tokenizer, refused
+from .loading import as_the_file_says, load_model, load_tokenizer, processor_template, refused
 from .model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, INDEX_FILE, check_adapter, check_folder, indexed_files
 from .models import CausalModel
 from .sampling_settings import SamplingSettings
@@ -59,7 +59,7 @@ _RENDERED_BY_VLLM = (
 """Architectures of which vLLM (0.32) makes prompts by code of its own."""
 _MISTRAL_TOKENIZERS = ("tekken.json", "tokenizer.model.v*")
 _WEIGHTS, _ADAPTER = "weights", "adapter/"
-_OWN_TEMPLATE = "chat_template.jinja"
+_OWN_TEMPLATE, _PROCESSOR = "chat_template.jinja", "processor's chat template"
 _ADAPTER_FILES = (ADAPTER_FILE, ADAPTER_WEIGHTS)
 
 
@@ -325,6 +325,8 @@ def target_files(settings: TargetSettings, digests: fingerprint.FileDigests | No
     code = ("**/*.py",) if settings.trust_remote_code else ()
     found |= {name: fingerprint.of_file(source.folder / name) for name in _present(source.folder, code)}
     found |= {name: fingerprint.of_file(source.folder / name) for name in tokenizer_files(source.folder)}
+    if (template := processor_template(source.folder)) is not None:
+        found[_PROCESSOR] = fingerprint.of_bytes(template.encode())
     if settings.adapter is not None:
         folder = _adapter_folder(settings.adapter)
         hash_one = digests.of_file if digests else fingerprint.of_file
@@ -430,6 +432,8 @@ def _tokenizer_of(
     `template_limits` of the settings goes along.
     """
     tokenizer = _own_tokenizer(settings, source, where, options)
+    if tokenizer.processor_template is not None:
+        say(f"{where}: requests without tools are shown the chat template of its processor, as vLLM does it")
     tokenizer.template_limits = settings.template_limits
     return tokenizer
 
@@ -449,6 +453,7 @@ def _own_tokenizer(
     tokenizer = load_tokenizer(source.folder, where, **options)
     if _OWN_TEMPLATE in own:
         tokenizer.chat_template = (folder / _OWN_TEMPLATE).read_text(encoding="utf-8")
+        tokenizer.processor_template = None
     return tokenizer
 
 

@@ -49,10 +49,11 @@ def inputs_record(
 def header_of(target: Target, inputs: Json, shards: int, part: str | None) -> Json:
     """Build a capture's header. `part`: such as 2/5, for a folder that holds only this part."""
     tokenizer = target.tokenizer
+    own = getattr(tokenizer, "processor_template", None)
     return {
         **inputs,
         "tokenizer": target.tokenizer_digest,
-        "template": fingerprint.of_json(tokenizer.chat_template),
+        "template": fingerprint.of_json(tokenizer.chat_template if own is None else [tokenizer.chat_template, own]),
         "vocab_size": target.vocab_size,
         "stop_ids": sorted(target.stop_ids),
         "special_ids": sorted(set(tokenizer.all_special_ids)),

@@ -73,6 +73,15 @@ def test_a_template_is_told_the_time_of_the_request(prompt: Prompt) -> None:
     assert prompt("{{ strftime_now('%Y') }}", [ASK]) == datetime.now().strftime("%Y")
 
 
+def test_a_processors_own_template_is_shown_where_engines_show_it() -> None:
+    """vLLM 0.32 takes it for requests without tools, SGLang 0.5.23 for all."""
+    tokenizer = byte_level_tokenizer(["Hi"], 262)
+    tokenizer.chat_template, tokenizer.processor_template = "own {{ tools }}", "processor's {{ tools }}"
+    assert render_text(tokenizer, [ASK]) == "processor's None"
+    assert render_text(tokenizer, [ASK], [{"name": "f"}]) == "own [{'name': 'f'}]"
+    assert render_text(tokenizer, [ASK], [{"name": "f"}], engine="sglang") == "processor's [{'name': 'f'}]"
+
+
 def test_text_parts_are_joined_as_the_engine_joins_them(prompt: Prompt) -> None:
     messages = [said("system", "Be brief.", "Be kind."), said("user", "one", "two", "three")]
     assert prompt(AS_TEXT, messages) == "<system>Be brief.\nBe kind.<user>one\ntwo\nthree<new>"

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from draftforge.errors import HubError, MissingFileError
 from draftforge.fingerprint import of_files, of_json
+from draftforge.specdec.loading import load_tokenizer, processor_template
 from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import (
     Target,
@@ -95,6 +96,24 @@ def test_every_file_that_changes_ids_or_text_makes_another_target(
         assert {known for known in before.keys() | after.keys() if before.get(known) != after.get(known)} == {name}
         seen.add(target_fingerprint(settings))
     assert len(seen) == 4 - (not (tiny_target_folder / name).is_file())  # without the file it is as it was
+
+
+def test_a_processors_own_chat_template_is_part_of_the_target(tiny_target_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tiny_target_folder, folder)
+    shared = folder / "chat_template.jinja"
+    own, settings = shared.read_text(), TargetSettings(model=str(folder))
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "P"}))
+    assert processor_template(folder) is None  # without a processor
+    (folder / "preprocessor_config.json").write_text("{}")
+    assert processor_template(folder) is None and "processor's chat template" not in target_files(settings)
+    shared.unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    for template, other in ((own, "P"), ("P", None)):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+        tokenizer: Any = load_tokenizer(folder, "target")
+        assert (tokenizer.chat_template, tokenizer.processor_template) == (template, other)
+    assert "processor's chat template" in target_files(settings)
 
 
 def test_what_changes_nothing_makes_no_other_target(tiny_target_folder: Path, tmp_path: Path) -> None:
