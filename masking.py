@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from .key_forms import KEY
+
 MASK = "***"
 _SHORTEST_VARIABLE = 8  # shorter values of the environment are words that stand anywhere
 _WORKING_FOLDER = "PWD"  # every shell sets it; no password
@@ -70,6 +72,7 @@ _RULES = [
     ),
 ]
 _PATTERNS = [(re.compile(pattern, re.IGNORECASE), instead) for pattern, instead in _RULES]
+_PATTERNS.append((re.compile(rf"{KEY}(?![\w-])", re.ASCII), MASK))
 
 
 def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
@@ -86,7 +89,7 @@ def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
 
 def holds_key(text: str) -> bool:
     """Whether a text holds a key that its form gives away, whatever names stand beside it."""
-    return any(pattern.search(text) for pattern, _ in _PATTERNS[-2:])
+    return any(pattern.search(text) for pattern, _ in _PATTERNS[-3:])
 
 
 def masked_value(value: Any) -> Any:

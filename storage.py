@@ -7,9 +7,10 @@ import os
 import re
 import shutil
 import stat
+import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -89,6 +90,26 @@ def parse_json(text: str | bytes) -> Any:
         inside = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
         level = [one for one in inside if isinstance(one, dict | list)]
     return value
+
+
+MOST_TEXT_BYTES = 64 << 20
+"""Largest text that is read whole: a request, prompts, an engine's metrics or responses."""
+
+
+def read_text(path: Path, option: str) -> str:
+    """Text of a file that an option names; `-`: standard input. Raises MissingFileError, or InputError for what is no
+    UTF-8 text of at most MOST_TEXT_BYTES."""
+    where = f"{option} {path}"
+    try:
+        with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
+            data = file.read(MOST_TEXT_BYTES + 1)
+        if len(data) > MOST_TEXT_BYTES:
+            raise InputError(f"{where}: has more than {size_text(MOST_TEXT_BYTES)}")
+        return data.decode()
+    except FileNotFoundError:
+        raise MissingFileError(f"{where}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{where}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def read_json(path: Path) -> Any:

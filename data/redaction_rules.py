@@ -25,6 +25,7 @@ from detect_secrets.plugins.telegram_token import TelegramBotTokenDetector
 from detect_secrets.plugins.twilio import TwilioKeyDetector
 from stdnum import numdb
 
+from ..key_forms import KEY, KEY_STARTS, any_of
 from .settings import Kind
 
 Span = tuple[int, int]
@@ -56,53 +57,13 @@ def _ascii_pattern(text: str) -> re.Pattern[str]:
     return _pattern(text, re.ASCII)
 
 
-def _any_of(*words: str, before: str = "") -> str:
-    """Pattern of alternatives that each begin with a character of their own, led by the class of these.
-
-    `before`: lookbehind that must hold in front of them.
-    """
-    by_first: dict[str, list[str]] = {}
-    for word in words:
-        by_first.setdefault(word[0], []).append(word[1:])
-    inside = (f"(?<={re.escape(first)})(?:{'|'.join(rests)})" for first, rests in by_first.items())
-    behind = before and f"(?<={before}.)"
-    return f"[{''.join(map(re.escape, by_first))}]{behind}(?:{'|'.join(inside)})"
-
-
 # Keys: blocks of private keys and PGP, tokens of known form, and values that a name such as `password` announces.
 _KEY_BLOCK = _pattern(
     r"""(?P<value>-{4,5}\ ?BEGIN\ (?:[A-Z0-9 ]{0,40}PRIVATE\ KEY(?:\ BLOCK)?
       | PGP\ (?:PUBLIC\ KEY\ BLOCK|MESSAGE|SIGNATURE))\ ?-{4,5}
       [^\0]*?(?:-{4,5}\ ?END\ [A-Z0-9 ]{1,60}-{4,5}|(?=\n?\0)|\Z))"""
 )
-_KEY_KNOWN = _ascii_pattern(
-    "(?P<value>"
-    + _any_of(
-        *(rf"{first}k[-_](?=[\w-]*\d)[\w-]{{16,}}" for first in "spr"),  # model and payment services
-        *(r"gh[pousr]_\w{20,}", r"github_pat_\w{20,}", r"glpat-[\w-]{16,}", r"hf_\w{16,}", r"npm_\w{20,}"),
-        *(r"pypi-[\w-]{16,}", r"xox[abeoprs]-[\w-]{10,}", r"A(?:KIA|SIA)[0-9A-Z]{16}", r"AIza[\w-]{30,}"),
-        *(r"ya29\.[\w-]{20,}", r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # the last: signed web tokens
-        *(r"xai-\w{40,}", r"pplx-\w{32,}", r"nvapi-[\w-]{40,}", r"tvly-(?:\w{2,8}-)?\w{24,}", r"csk-\w{40,}"),
-        *(r"fw_(?=[a-zA-Z]*\d)[a-zA-Z0-9]{20,}", r"lsv2_(?:pt|sk)_\w{32,}", r"bedrock-api-key-[\w-]{40,}"),
-        *(r"e2b_[0-9a-f]{40}", r"fc-[0-9a-f]{32}", r"dapi[0-9a-f]{32}(?:-\d)?"),  # to here: models and agents
-        *(r"do[opr]_v1_[0-9a-f]{64}", r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}", r"whsec_\w{24,}", r"hvs\.[\w-]{24,}"),
-        *(r"dckr_[op]at_[\w-]{24,}", r"GOCSPX-[\w-]{20,}", r"sbp_[0-9a-f]{40}", r"sntry[su]_\w{40,}"),
-        *(r"gl(?:rt|ptt|dt|cbt|agent|soat|ffct|imt|ft|oas)-[\w-]{20,}", r"PMAK-[0-9a-f]{24}-[0-9a-f]{34}"),
-        *(r"AGE-SECRET-KEY-1\w{50,}", r"NRAK-[A-Z0-9]{27}", r"xapp-\d-[\w-]{30,}", r"sq0[a-z]{3}-[\w-]{22,}"),
-        *(r"key-[0-9a-f]{32}", r"pul-[0-9a-f]{40}", r"rubygems_[0-9a-f]{48}", r"LTAI[a-zA-Z0-9]{20}"),
-        *(r"shippo_(?:live|test)_[0-9a-f]{40}", r"dp\.(?:pt|st|ct|sa|scim|audit)\.\w{40,}"),
-        before=r"(?<![\w-])",
-    )
-    + r")(?![\w-])"
-)
-_KNOWN_STARTS = (
-    *("sk-", "sk_", "pk-", "pk_", "rk-", "rk_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-"),
-    *("hf_", "npm_", "pypi-", "xox", "akia", "asia", "aiza", "ya29.", "eyj"),
-    *("xai-", "pplx-", "nvapi-", "tvly-", "fw_", "lsv2_", "bedrock-", "e2b_", "fc-", "dapi", "_v1_", "shp", "whsec_"),
-    *("hvs.", "dckr_", "gocspx-", "sbp_", "sntry", "glrt-", "glptt-", "gldt-", "glcbt-", "glagent-", "glsoat-"),
-    *("glffct-", "glimt-", "glft-", "gloas-", "pmak-", "age-secret", "nrak-", "xapp-", "sq0", "key-", "pul-"),
-    *("rubygems_", "ltai", "dp.", "shippo_"),
-)
+_KEY_KNOWN = re.compile(rf"(?P<value>{KEY})(?![\w-])", re.ASCII)
 _KEY_MIXED = _ascii_pattern(
     r"(?<![\w-])(?P<value>(?=\w{32})(?=\w*[a-z])(?=\w*[A-Z])(?=(?:[A-Za-z_]*\d){3})[A-Za-z0-9_]{32,})(?![\w-])"
 )
@@ -131,7 +92,7 @@ _ONLY_NUMBERS = r"[\d.,_:/-]++[kKmM]?+\*{0,2}+(?![\w+/=~!@\#$%^&*])"
 _MARKS = r"""["'`*\u2018-\u201e]{0,3}+"""  # quotes, and those of Markdown
 _SET = rf"{_MARKS}\s*(?:[:=]|\bis\b)(?:\*\*)?\s*{_MARKS}"
 _KEY_NAMED = _pattern(
-    _any_of(
+    any_of(
         r"b(?<!\w.)earer\s+",
         r"""a(?<!\w.)uthorization["']?:\s*["']?(?:basic|token|digest|apikey)\s+""",
         *(rf"{word}[ _-]?key{_SET}" for word in _KEY_WORDS),
@@ -160,11 +121,11 @@ NO_SECRET = (
 )
 """Words that stand where a password would, flags and variables."""
 _PASSWORD_QUOTED = _pattern(
-    rf"""(?:{_any_of(*_PASSWORD_WORDS)})["']?\s*[:=]\s*(?P<quote>["'])(?!(?:{NO_SECRET})["'])
+    rf"""(?:{any_of(*_PASSWORD_WORDS)})["']?\s*[:=]\s*(?P<quote>["'])(?!(?:{NO_SECRET})["'])
       (?P<value>[^"'<>\r\n]{{4,128}})(?P=quote)"""
 )
 _COOKIE = _pattern(
-    _any_of(
+    any_of(
         r"""cookie2?["']?\s*[:=]\s*["']?(?P<value>[\w!\#$%&*+.^`|~-]{1,64}=[^\s"'<>][^\r\n"'<>]*)""",
         r"""--?(?:cookie|b)[ =]["']?(?P<sent>[\w.-]{1,64}=[^\s"'<>][^\r\n"'<>]*)""",
         before=r"(?<!\w)",
@@ -445,7 +406,7 @@ _RULES = (
     Rule("key", _PASSWORD_QUOTED, needs=_NEEDED_NAMES, small=True),
     Rule("key", _BASIC_LOGIN, _login, needs=("basic",)),
     Rule("key", _KEY_NAMED, needs=_NEEDED_NAMES, digit=True, small=True),
-    Rule("key", _KEY_KNOWN, needs=_KNOWN_STARTS),
+    Rule("key", _KEY_KNOWN, needs=KEY_STARTS),
     Rule("key", _KEY_MIXED, _mixed, digit=True),
     Rule("email", _EMAIL, needs=("@",)),
     Rule("iban", _IBAN, _iban, digit=True),

@@ -7,13 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from ..data.read_limits import USUAL, TooLargeError, memory_within
 from ..errors import CorruptDataError, InputError, MissingFileError
+from ..specdec.accept_rules import RULES
+from ..specdec.proposers.tree_settings import MOST_LEVELS
 from ..specdec.replay.expected_rounds import RoundCounts
 from ..storage import write_bytes
 
@@ -41,6 +44,8 @@ COUNTS_SCHEMA = pa.schema(
         ("accepted_at", pa.list_(pa.float64())),
     ]
 )
+_MOST_KEPT_ROWS, _MOST_COUNT = 1_000_000, 1e15
+"""Rows, and numbers in them, that no promotion's counts have."""
 # Upper ends of the buckets of prompt lengths.
 _BUCKET_TOKENS = (128, 512, 2048, 8192, 32768)
 
@@ -127,6 +132,47 @@ def read(path: Path) -> pa.Table:
         raise CorruptDataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
     _check(table.schema, path)
     return table
+
+
+def read_kept(path: Path) -> pa.Table:
+    """Read counts that lay where others may write, of one K or tree: within limits of memory, and each value checked.
+
+    Raises as `read` does.
+    """
+    # A table of a megabyte may unpack to any size.
+    try:
+        with memory_within(path, USUAL):
+            table = read(path)
+    except TooLargeError as error:
+        raise CorruptDataError(str(error)) from None
+    for problem in _problems(table):
+        raise CorruptDataError(f"{path}: {problem}; not the counts of a promotion")
+    return table
+
+
+def _problems(table: pa.Table) -> Iterator[str]:
+    """What is wrong with counts of one K or tree, as far as what computes with them relies on it."""
+    # Rows, and that all of them have all values.
+    if len(table) > _MOST_KEPT_ROWS:
+        yield f"{len(table):,} rows"
+    for name in table.column_names:
+        column = table[name].combine_chunks()
+        flat = column.flatten() if pa.types.is_list(column.type) else column
+        if column.null_count or flat.null_count:
+            yield f"column {name}: values are missing"
+            return
+        if pa.types.is_floating(flat.type) and not ((flat := flat.to_numpy()) >= 0).all() & (flat < _MOST_COUNT).all():
+            yield f"column {name}: a count that is none"
+    # One K or tree, whose positions the lists have.
+    if not len(table):
+        return
+    depths, lengths = values(table, "draft_tokens"), [table[name] for name in ("reached", "accepted_at")]
+    if len(depths) > 1 or len(values(table, "tree")) > 1 or not 1 <= depths[0] <= MOST_LEVELS:
+        yield f"draft_tokens {depths[:8]}"
+    if any((pc.list_value_length(one).to_numpy() != depths[0]).any() for one in lengths):
+        yield "lists of another length than draft_tokens"
+    if not {*values(table, "rule")} <= {*RULES} or not {*values(table, "method")} <= {*get_args(Method)}:
+        yield "a rule or method that is not known"
 
 
 def where(table: pa.Table, **equals: str | int | Sequence[str] | Sequence[int]) -> pa.Table:

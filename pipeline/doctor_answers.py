@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from ..data.chat_template import render
 from ..data.conversation import SPLITS, Message
+from ..data.files import objects
 from ..data.record_outcomes import SourceCounts
 from ..data.settings import FileSource
 from ..data.sources import detect_kind, read_records
@@ -19,14 +20,15 @@ from ..specdec.replay.target_trace import RecordedAnswer
 from ..specdec.requests import DecodeRun, Request
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.targets import Target
-from ..storage import parse_json, read_object
+from ..storage import read_object
 
 MOST_ANSWERS, NEW_TOKENS = 200, 64
 """Answers that are replayed, and tokens of those that the target is asked for."""
 _SHIPPED_ANSWERS = 96
 _SECONDS = 300.0
 """Time for answers; the prompts that are not answered by then are left out."""
-_BATCH = 16
+_BATCH, _MOST_READ = 16, 20_000
+"""Prompts that are answered at a time, and that are read: of these MOST_ANSWERS are taken, from everywhere."""
 _OTHER_FORMS = 24
 _ASKED = (
     "Explain in a few sentences how {} works.",
@@ -72,7 +74,8 @@ def asked_of(place: Path | None, target: Target, **template_args: Any) -> list[A
         samples = [one for split in reversed(SPLITS) for one in capture.samples(split) if one.sampling.greedy]
         found = [Asked(one.prompt_ids, one.answer_ids) for one in samples]
     else:
-        found = list(_of_ids(place, target)) or list(_of_log(place, target, template_args))
+        found = list(itertools.islice(_of_ids(place, target), _MOST_READ))
+        found = found or list(itertools.islice(_of_log(place, target, template_args), _MOST_READ))
     # As many as are replayed, taken from everywhere.
     fitting = [
         one for one in found if len(one.prompt_ids) + max(len(one.answer_ids), NEW_TOKENS) < target.max_positions
@@ -87,11 +90,11 @@ def asked_of(place: Path | None, target: Target, **template_args: Any) -> list[A
 
 def _of_ids(place: Path, target: Target) -> Iterator[Asked]:
     """Lines of ids: `{"prompt_ids": [...], "answer_ids": [...]}`."""
-    with place.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, 1):
+    if place.is_file():
+        for item in objects([place], ""):
             try:
-                raw = parse_json(line)
-            except ValueError:
+                raw = item.decode()
+            except InputError:
                 return
             if not isinstance(raw, dict) or "prompt_ids" not in raw:
                 return
@@ -103,9 +106,7 @@ def _of_ids(place: Path, target: Target) -> Iterator[Asked]:
                 )
                 or not ids[0]
             ):
-                raise InputError(
-                    f"{place}: line {number}: prompt_ids and answer_ids must be ids of the target's tokens"
-                )
+                raise InputError(f"{item.where}: prompt_ids and answer_ids must be ids of the target's tokens")
             yield Asked(*ids)
 
 

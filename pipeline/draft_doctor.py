@@ -98,7 +98,8 @@ class Examination:
             raise OwnershipError(f"{self._corrected}: exists, and was not written by the doctor; move it away")
         self._served = None
         if options.served is not None:
-            self._served = counters_of(_text(options.served), f"--served {options.served}")
+            text = storage.read_text(options.served, "--served")
+            self._served = counters_of(text, f"--served {options.served}")
         self._target = target or Target.load(named_target(options.target))
         self._known_bench = bench
         self._evidence: list[str] = []
@@ -364,7 +365,7 @@ class Examination:
             with storage.new_folder(place) as beside:
                 write_draft(draft, beside, layout, self._plan.draft_tokens, self._verifier(), self._target.tokenizer)
                 for name in (META_FILE, PLAN_FILE):
-                    if (source / name).is_file():
+                    if storage.lies_inside(source, source / name):
                         storage.write_bytes(beside / name, (source / name).read_bytes())
                 if draft.family == "small" and tokenizer_files(source):
                     copy_tokenizer(source, beside)
@@ -464,15 +465,6 @@ def _causes(patient: Patient, now: Acceptance, found: Sequence[Tried]) -> list[d
         figures = {"tau_before": before, "tau_after": after, "gain": one.gain.record()}
         causes.append({"hypothesis": one.hypothesis, "what": one.what, **figures})
     return causes
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise MissingFileError(f"--served {path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"--served {path}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
 def _figures(one: Acceptance) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from ..specdec.replay.replay import Counted
 from ..specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
 from ..specdec.serving_plan import PLAN_FILE, FoundPlan, ServingPlan, find_plan, holds_plan
 from ..specdec.serving_policy import PolicyEngine, ServingPolicy, check_policy, known_policy_engine
-from ..storage import new_folder
+from ..storage import lies_inside, new_folder
 from .draft_scorer import Scorer
 from .generate import find_draft, require_champion
 from .stages import Stage, captured_stages
@@ -256,6 +256,8 @@ def export_draft(
         raise InputError(f"{out}: exists and is not empty; name a new folder")
     if layout is None and not folder.is_dir():
         raise InputError(f"--draft {folder}: is a file: name the format to write it in, --format")
+    if layout is None and (away := next((one for one in folder.iterdir() if not lies_inside(folder, one)), None)):
+        raise InputError(f"--draft {folder}: {away.name}: is a link out of the folder, or no file; put a copy there")
     # 2) Write beside `out`; the folder gets its name only once it is seen to score the same.
     with new_folder(out) as beside:
         if layout is not None:

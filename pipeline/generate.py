@@ -1,7 +1,5 @@
 """`draftforge generate`: one answer by speculative decoding, with accepted tokens coloured, and its tau."""
 
-import json
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +9,7 @@ from rich.text import Text
 from ..data.chat_template import render
 from ..data.conversation import OTHER_READINGS, Message
 from ..data.records import Record, request_of
-from ..errors import InputError, MissingFileError, RegistryError, one_line
+from ..errors import InputError, RegistryError, one_line
 from ..eval.draft_configs import DraftConfig
 from ..eval.settings import SELECTION_SPLIT
 from ..progress import Console, say
@@ -30,6 +28,7 @@ from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
+from ..storage import parse_json, read_text
 from .cli_options import GenerateOptions
 from .draft_scorer import Scorer
 from .stages import captured_stages, checkpoints_of
@@ -110,17 +109,15 @@ def _request(prompt: str | None, options: GenerateOptions) -> Record:
     # 1) One user message, or a request as an engine's client sends it.
     file = options.messages
     if prompt is not None:
-        check_prompt(text := sys.stdin.read() if prompt == "-" else prompt)
+        check_prompt(text := read_text(Path("-"), "PROMPT") if prompt == "-" else prompt)
         asked = request_of([{"role": "user", "content": text}], "PROMPT")
     elif file is None:
         raise InputError("PROMPT: is missing; give the user's message, or --messages FILE")
     else:
-        where = f"--messages {file}"
+        where, text = f"--messages {file}", read_text(file, "--messages")
         try:
-            body = json.loads(sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise MissingFileError(f"{where}: no such file") from None
-        except (ValueError, RecursionError) as error:
+            body = parse_json(text)
+        except ValueError as error:
             raise InputError(f"{where}: not JSON ({one_line(error)})") from None
         asked = request_of(body, where)
         unread = sorted(body.keys() - _FOLLOWED) if isinstance(body, dict) else []

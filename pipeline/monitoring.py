@@ -56,7 +56,7 @@ from .staleness import STALENESS_FILE
 from .workspace import Workspace
 
 _SCRAPE_SECONDS = 10.0
-MOST_SCRAPE_BYTES = 64 << 20
+MOST_SCRAPE_BYTES = storage.MOST_TEXT_BYTES
 """Largest text of an engine's metrics that is read."""
 METRICS_PATH, CACHE_SECONDS = "/metrics", 5.0
 """Path of `--listen`, and how long its text is served again."""
@@ -304,17 +304,10 @@ def _source_text(source: str) -> str:
     # A file, such as a saved earlier look.
     if not source.startswith(("http://", "https://")):
         try:
-            with Path(source).open("rb") as file:
-                text = file.read(MOST_SCRAPE_BYTES + 1)
-            if len(text) > MOST_SCRAPE_BYTES:
-                most = storage.size_text(MOST_SCRAPE_BYTES)
-                raise InputError(f"--served {source}: has more than {most}, which no engine's metrics have")
-            return text.decode("utf-8")
-        except FileNotFoundError:
-            raise MissingFileError(
-                f"--served {source}: no such file; addresses begin with http:// or https://"
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
+            return storage.read_text(Path(source), "--served")
+        except MissingFileError as error:
+            raise MissingFileError(f"{error}; addresses begin with http:// or https://") from None
+        except OSError as error:
             raise InputError(f"--served {source}: not a readable text file ({error})") from None
     # A server. The address may hold a password: errors show it without.
     address = source if "/" in source.split("://", 1)[1].rstrip("/") else f"{source.rstrip('/')}{METRICS_PATH}"

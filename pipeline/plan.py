@@ -21,6 +21,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import torch
+from pydantic import ValidationError
 from rich.table import Table
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -30,10 +31,12 @@ from ..data.record_outcomes import SourceCounts
 from ..data.settings import CaptureSettings, DatasetSource, TargetSource
 from ..data.sources import read_records
 from ..data.stratify import lengths_of
-from ..errors import InputError, named
+from ..errors import InputError, named, refused_value
 from ..progress import Console
 from ..recipe import Recipe
+from ..specdec.gguf_header import read_header
 from ..specdec.loading import refused
+from ..specdec.model_folder import check_folder, of_known_size
 from ..specdec.models import CausalModel
 from ..specdec.served_context import served_context
 from ..specdec.targets import Target, snapshot
@@ -114,7 +117,7 @@ class TargetShapes:
     def of_config(cls, config: Any, trust_remote_code: bool = False) -> "TargetShapes":
         """Sizes of the model that a config of transformers describes."""
         inner = config.get_text_config()
-        with torch.device("meta"):
+        with of_known_size(inner, "target.model"), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(inner, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
         return cls(_Shapes(model, served_context(inner.to_dict())))
 
@@ -220,6 +223,9 @@ def load_shapes(recipe: Recipe) -> TargetShapes:
         if not path.is_dir():
             wanted = ["config.json", "*.py", *filter(None, [options["gguf_file"]])]
             path = snapshot(settings.model, settings.revision, "target.model", wanted)
+        check_folder(path, f"target.model: {settings.model}", settings.trust_remote_code)
+        if options["gguf_file"] is not None:
+            read_header(path / options["gguf_file"])
         config = AutoConfig.from_pretrained(path, **options)
         return TargetShapes.of_config(config, settings.trust_remote_code)
 
@@ -263,8 +269,11 @@ def costs(recipe: Recipe, target: TargetShapes, answers: Answers, gpu: Gpu, coun
             why = f"no estimate: family {settings.family} (eagle3 and small have one); the totals leave it out"
             found[f"train {name}"] = Cost(0, 0, 0, why)
             continue
-        with named(f"drafts.{name}"):
-            found[f"train {name}"] = training_cost(settings, target, gpu, count)
+        try:
+            with named(f"drafts.{name}"):
+                found[f"train {name}"] = training_cost(settings, target, gpu, count)
+        except ValidationError as error:  # a draft for such a target is none
+            raise refused_value(error, f"drafts.{name}: ") from None
     # What comes before the work that these count.
     for name, cost in found.items():
         before = _START_SECONDS + (_RENDER_SECONDS * answers.all if name == "capture" else 0)

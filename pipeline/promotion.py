@@ -321,7 +321,7 @@ def kept_counts(tracking: Tracking, version: Version) -> pa.Table | None:
     if name not in {artifact.path for artifact in known}:
         return None
     with run_files(tracking, version.run_id, [name]) as folder:
-        return counts.read(folder / name)
+        return counts.read_kept(folder / name)
 
 
 def follow_champion(space: Workspace) -> None:

@@ -28,6 +28,7 @@ from ..registry.lineage import Version, as_version, get_version
 from ..registry.versions import champion, is_models_uri, resolve_models_uri
 from ..specdec.formats import Format
 from ..specdec.formats.layouts import NATIVE, layout_of
+from ..specdec.gguf_header import read_header
 from ..specdec.model_card import CARD_FILE, DraftFacts, card_files, facts_of, write_card
 from ..specdec.serving_plan import PLAN_FILE, find_plan
 from ..specdec.target_settings import TargetSettings
@@ -119,7 +120,8 @@ def push(source: str, repository: str, options: PushOptions) -> None:
         total = size_text(sum(path.stat().st_size for path in files.values()))
         if options.dry_run:
             say(f"dry run: {len(files)} files, {total}, for {repository}; the card:")
-            print(files[CARD_FILE].read_text(encoding="utf-8"), end="")
+            card = files[CARD_FILE].read_text(encoding="utf-8")  # perhaps a stranger's, which controls no terminal
+            print("".join(mark if mark.isprintable() or mark == "\n" else repr(mark)[1:-1] for mark in card), end="")
             return
         print(_send(files, repository, options.private, draft.facts))
 
@@ -219,17 +221,17 @@ def _check_private(name: str, path: Path) -> None:
     machine; FormatError where it cannot be read."""
     own = _OTHERS.fullmatch(path.name) is not None
     values, text = [], ""
-    if path.suffix == ".safetensors":
+    if _WEIGHTS.fullmatch(path.name):
         values = list(_texts(_metadata_of(path)))
-        text = "\n".join(f"{key}: {value}" for key, value in values)
-    elif not _WEIGHTS.fullmatch(path.name) and path.suffix not in (".model", ".tiktoken"):
+        text = "\n".join(f"{key}: {value}" for key, value in values if not key.startswith("tokenizer."))
+    elif path.suffix not in (".model", ".tiktoken"):
         try:
             text = path.read_bytes().decode("utf-8")
             values = list(_texts(parse_json(text))) if path.suffix == ".json" else []
         except ValueError as error:
             raise FormatError(f"{name}: must be UTF-8 text, and valid JSON if it is .json ({error})") from None
     # Names say secret in files of ours; a tokenizer's have a meaning of their own.
-    secret = masked(text) != text if own or path.suffix == ".safetensors" else holds_key(text)
+    secret = masked(text) != text if own or _WEIGHTS.fullmatch(path.name) else holds_key(text)
     if secret or any(holds_key(value) for _, value in values):
         raise InputError(f"{name}: holds what looks like a secret; take it out before the draft is pushed")
     # Tokens and templates are text of the target's, with slashes of their own.
@@ -249,7 +251,9 @@ def _check_private(name: str, path: Path) -> None:
 
 
 def _metadata_of(path: Path) -> Any:
-    """Metadata in the header of a safetensors file. Raises FormatError."""
+    """Metadata in the header of a safetensors or GGUF file. Raises FormatError."""
+    if path.suffix == ".gguf":
+        return read_header(path).keys
     try:
         with safe_open(path, "pt") as weights:
             return weights.metadata() or {}

@@ -116,21 +116,22 @@ def _by_target(found: "Listing") -> Table:
         "gate",
     ):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("tau", "speed-up", "version"))
-    # Names from users are escaped: brackets would be read as markup.
+    # What the registry holds is escaped: brackets would be read as markup.
     for entry in found.targets:
         for count, (alias, version) in enumerate(_shown(entry)):
-            table.add_row(
-                escape(f"{entry.target}\n{short(entry.fingerprint)}") if count == 0 else "",
+            cells = (
+                f"{entry.target}\n{short(entry.fingerprint)}" if count == 0 else "",
                 alias,
                 version.reference.rpartition("/")[2],
                 f"{version.family} {version.step} {version.plan}",
                 "-" if version.tau is None else f"{version.tau:.2f}",
                 "-" if version.speedup is None else f"{version.speedup:.2f}x",
                 f"{version.registered:%Y-%m-%d %H:%M}",
-                escape(version.run_name or version.run[:8]),
+                version.run_name or version.run[:8],
                 (version.parent or "-").removeprefix(f"{entry.name}/"),
                 _gate(version),
             )
+            table.add_row(*map(escape, cells))
         table.add_section()
     return table
 
@@ -143,11 +144,11 @@ def _shown(entry: "ListedTarget") -> "list[tuple[str, ListedVersion]]":
 def _gate(version: "ListedVersion") -> str:
     """Outcome of the gate for a version: the reasons of a refusal or rollback, or the choice that let it through."""
     if version.rolled_back is not None:
-        return f"rolled back: {escape(version.rolled_back)}"
+        return f"rolled back: {version.rolled_back}"
     promoted = f"promoted by choice: {version.by_choice}" if version.by_choice else "promoted"
     if version.rollback_undone is not None:
-        promoted += f"; rolled back before: {escape(version.rollback_undone)}"
-    return {"promote": promoted, "refuse": f"refused: {escape(version.reasons)}"}.get(version.decision, "-")
+        promoted += f"; rolled back before: {version.rollback_undone}"
+    return {"promote": promoted, "refuse": f"refused: {version.reasons}"}.get(version.decision, "-")
 
 
 def _by_draft(found: "Listing") -> Table:
@@ -169,7 +170,8 @@ def _show_decisions(console: Console, version: "ListedVersion") -> None:
     """Print the gate's decisions about a version: verdict, reasons, and gains over the champion in percent."""
     for record in version.decisions or []:
         verdict = "promoted" if record.promote else "refused"
-        console.print(f"\n{record.version} {verdict} {record.at:%Y-%m-%d %H:%M} against {record.compared or 'none'}")
+        head = f"\n{record.version} {verdict} {record.at:%Y-%m-%d %H:%M} against {record.compared or 'none'}"
+        console.print(head, markup=False)
         for reason in record.reasons:
             console.print(f"  {reason}", markup=False, soft_wrap=True)
         gain = record.numbers.gain
@@ -181,7 +183,7 @@ def _show_decisions(console: Console, version: "ListedVersion") -> None:
 
 def _show_moves(console: Console, entry: "ListedTarget") -> None:
     """Print the moves of a target's champion with their reasons, oldest first."""
-    console.print(f"\nmoves of {entry.name}@champion")
+    console.print(f"\nmoves of {entry.name}@champion", markup=False)
     for move in entry.moves:
         start, to = (move.get(end) or "none" for end in ("from", "to"))
         line = (

@@ -22,6 +22,7 @@ from ..recipe import load_recipe
 from ..specdec.answers import Answer
 from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
+from ..storage import read_text
 from .cli_options import TARGET, GenerateOptions
 from .distill import run_to_training
 from .generate import GeneratedAnswer, answer_ids, check_prompt, find_draft, show
@@ -48,10 +49,7 @@ def read_prompts(given: Sequence[str], file: Path | None) -> list[str]:
         raise InputError(f"--prompts {file}: is given beside prompts on the command line; give one of the two")
     prompts = list(given)
     if file is not None:
-        try:
-            prompts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        except UnicodeDecodeError as error:
-            raise InputError(f"--prompts {file}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
+        prompts = [line for line in read_text(file, "--prompts").splitlines() if line.strip()]
         if not prompts:
             raise InputError(f"--prompts {file}: is empty; must hold a prompt a line")
     for prompt in prompts:

@@ -10,6 +10,7 @@ that was cut off before.
 """
 
 import json
+import math
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,6 +18,7 @@ from mlflow.entities.model_registry import RegisteredModel
 from pydantic import ValidationError
 
 from ..errors import RegistryError
+from ..storage import parse_json
 from .artifacts import run_files
 from .connect import Tracking, mlflow_errors
 from .gate import FORMAT, Decision, StoredDecision
@@ -189,11 +191,22 @@ def _settle(tracking: Tracking, name: str) -> dict[str, Any] | None:
 def _made_move(model: RegisteredModel) -> dict[str, Any] | None:
     """The move that is written down as begun and not as finished; None: there is none, or `champion` has not moved."""
     try:
-        move = json.loads(model.tags.get(MOVE_TAG, "null"))
+        move = parse_json(model.tags.get(MOVE_TAG, "null"))
         move = {key: move[key] for key in ("at", "event", "from", "to", "why", "previous")}
-        return move if move["to"] == int(model.aliases[CHAMPION]) else None
+        sound = all(isinstance(move[key], str) for key in ("at", "event", "why")) and _is_version(move["previous"])
+        return move if sound and _is_event(move) and move["to"] == int(model.aliases[CHAMPION]) else None
     except (ValueError, TypeError, KeyError):  # none, or edited by hand
         return None
+
+
+def _is_event(value: Any) -> bool:
+    """Whether a value of a tag is a move between versions."""
+    return isinstance(value, dict) and _is_version(value.get("from")) and _is_version(value.get("to"))
+
+
+def _is_version(value: Any) -> bool:
+    """Whether a value of a tag is a version's number, or None."""
+    return value is None or (type(value) is int and 0 < value < 1 << 31)
 
 
 def _finish(tracking: Tracking, name: str, move: dict[str, Any]) -> None:
@@ -242,10 +255,10 @@ def history(tracking: Tracking, name: str) -> list[dict[str, Any]]:
 def _events(model: RegisteredModel, move: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Moves that the history holds, and last of them `move`, which may have been cut off before it came there."""
     try:
-        known = json.loads(model.tags.get(HISTORY_TAG, "[]"))
+        known = parse_json(model.tags.get(HISTORY_TAG, "[]"))
     except ValueError:
         known = []  # edited by hand; the aliases stay the truth
-    events = [event for event in known if isinstance(event, dict)] if isinstance(known, list) else []
+    events = [event for event in known if _is_event(event)] if isinstance(known, list) else []
     if move is not None:
         last = {key: move[key] for key in ("at", "event", "from", "to")} | {"why": move["why"][:_MAX_REASON_LISTED]}
         events += [] if events[-1:] == [last] else [last]
@@ -370,7 +383,7 @@ def tag_number(text: str | None) -> float | None:
         value = float(text or "nan")
     except ValueError:
         return None
-    return value if value == value else None
+    return value if math.isfinite(value) else None
 
 
 def last_decision(tracking: Tracking, version: Version) -> StoredDecision | None:
@@ -385,7 +398,7 @@ def last_decision(tracking: Tracking, version: Version) -> StoredDecision | None
 def _parse_decision(name: str, data: bytes) -> StoredDecision:
     try:
         # The format first: fields of another format would give misleading errors.
-        found = json.loads(data)
+        found = parse_json(data)
         known = found.get("format", 1) if isinstance(found, dict) else None
         if known != FORMAT:
             raise RegistryError(f"{name}: is a decision of format {known}; this draftforge reads format {FORMAT}")

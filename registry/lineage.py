@@ -4,18 +4,20 @@ The record is the version's tag `draftforge.lineage`; the hashed ids of its trai
 run, so that a later holdout can be checked against everything that any ancestor was trained on.
 """
 
+import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlflow.entities.model_registry import ModelVersion
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from .. import __version__
 from ..errors import CorruptDataError, RegistryError
 from ..fingerprint import of_bytes, of_json, short
-from ..specdec.serving_plan import PLAN_FILE, ServingPlan
+from ..specdec.serving_plan import PLAN_FILE, ServingPlan, check_part_names
 from .artifacts import run_files
 from .connect import Tracking, mlflow_errors
 
@@ -59,6 +61,13 @@ class Lineage(BaseModel):
     """SHA-256 of the files that the registry put beside them, for MLflow alone: no part of the draft."""
     clusters_digest: str | None = None
     """SHA-256 of the list of training clusters; filled in when the draft is registered."""
+
+    @field_validator("plan", mode="before")
+    @classmethod
+    def _names_no_file_of_this_disk(cls, raw: Any) -> Any:
+        # Before the plan is read: a tree without digests reads the drafts that it names, wherever they lie.
+        check_part_names(raw.get("tree") if isinstance(raw, dict) else None)
+        return raw
 
     @property
     def content(self) -> str:
@@ -117,7 +126,7 @@ def as_version(record: ModelVersion) -> Version:
 def get_version(tracking: Tracking, reference: str) -> Version:
     """Read the version `name/number`."""
     name, _, number = reference.rpartition("/")
-    if not name or not number.isdecimal():
+    if not name or not re.fullmatch("[0-9]{1,9}", number):
         raise RegistryError(f"{reference}: must read name/number")
     with mlflow_errors(tracking.uri):
         record = tracking.client.get_model_version(name, number)
@@ -163,7 +172,7 @@ def training_clusters(tracking: Tracking, version: Version) -> frozenset[str]:
         data = (folder / name).read_bytes()
     if of_bytes(data) != wanted:
         raise CorruptDataError(f"{version.reference}: {name} does not match its recorded digest")
-    return frozenset(data.decode().split())
+    return frozenset(data.decode(errors="replace").split())
 
 
 def inherited_clusters(tracking: Tracking, version: Version) -> set[str]:

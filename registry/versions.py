@@ -59,7 +59,7 @@ with warnings.catch_warnings():
 
 set_model(DraftModel())
 """
-_ADDRESS = re.compile(r"models:/(?P<name>[^/@:.][^/@:]*)(?:/(?P<number>\d+)|@(?P<alias>[\w-]+))")
+_ADDRESS = re.compile(r"models:/(?P<name>[^/@:.][^/@:]*)(?:/(?P<number>\d{1,9})|@(?P<alias>[\w-]+))")
 
 
 class TargetEntry(NamedTuple):

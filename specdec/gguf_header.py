@@ -21,6 +21,7 @@ _LONGEST_NAME = 256  # characters
 _MOST_DIMENSIONS, _MOST_NESTING = 4, 3
 _NUMBERS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_TOKENIZER = "tokenizer."
 _VERSIONS = (2, 3)
 
 
@@ -28,7 +29,7 @@ class GgufHeader(NamedTuple):
     """Header of a GGUF file."""
 
     keys: dict[str, Any]
-    """Values by key; of lists None."""
+    """Values by key; of lists None, but for lists of texts beside those of the tokenizer."""
     tensors: int
     elements: int
     """Elements of all tensors together."""
@@ -90,13 +91,15 @@ class _Reader:
             return self._unpack(_NUMBERS[kind], name)[0]
         if kind != _ARRAY or depth == _MOST_NESTING:
             raise FormatError(f"{self._path}: key {name} is of kind {kind} at depth {depth}, which no model has")
-        # A list is skipped: numbers at once, strings one by one, as each has a length of its own.
+        # A list is passed over: numbers at once, texts one by one, as each has a length of its own.
         inner, length = self._unpack("IQ", name)
         self._elements += length
         if self._elements > MOST_ELEMENTS:
             raise FormatError(f"{self._path}: key {name} has {length} elements; {MOST_ELEMENTS} of all keys are read")
         if inner in _NUMBERS:
             self._skip(length * struct.calcsize(_NUMBERS[inner]), name)
+        elif inner == _STRING and not name.startswith(_TOKENIZER):
+            return [self._string(name) for _ in range(length)]
         else:
             for _ in range(length):
                 self._value(inner, name, depth + 1)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from .. import __version__
-from ..errors import CorruptDataError, FormatError, MissingFileError
+from ..errors import CorruptDataError, DraftforgeError, FormatError, MissingFileError
 from ..fingerprint import short
 from ..storage import read_object, write_bytes
 from .formats import Format, meta_file, read_meta
@@ -120,7 +120,12 @@ def write_card(
     record: dict[str, Any] = facts._asdict() | {"domains": dict(facts.domains), ASSUMED: found.assumed}
     record = {name: value for name, value in record.items() if value not in (None, "", {})}
     record |= {"engine": command.engine, "command": command.text, "notes": list(command.notes)}
-    write_plan(folder, plan, record)
+    try:
+        write_plan(folder, plan, record)
+    except ValueError as error:  # a registry's numbers
+        if isinstance(error, DraftforgeError):
+            raise
+        raise FormatError(f"{place}: what is known of the draft holds what JSON has not ({error})") from None
     if not (folder / CARD_FILE).exists():
         write_bytes(folder / CARD_FILE, (metadata + _card(found, facts, command)).encode())
     return command
@@ -166,7 +171,7 @@ def _card(found: FoundPlan, facts: DraftFacts, command: ServeCommand) -> str:
         f"```{language}",
         command.text,
         "```",
-        *(["", *(f"- {note}" for note in command.notes)] if command.notes else []),
+        *(["", *(f"- {_text(note)}" for note in command.notes)] if command.notes else []),
         "",
         f"Made by draftforge {__version__}; `{PLAN_FILE}` says the same for programs.",
     ]

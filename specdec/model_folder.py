@@ -4,6 +4,7 @@ transformers loads an adapter that lies in the folder without a word, follows th
 and makes memory for every weight that config.json asks for, whether a file has it or not.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..errors import FormatError
-from ..storage import read_object, size_text
+from ..storage import lies_inside, read_object, size_text
 from .gguf_header import read_header
 
 INDEX_FILE, ADAPTER_FILE, ADAPTER_WEIGHTS = (
@@ -25,9 +26,16 @@ INDEX_FILE, ADAPTER_FILE, ADAPTER_WEIGHTS = (
     "adapter_config.json",
     "adapter_model.safetensors",
 )
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
+    *("vocab.*", "merges.*", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*"),
+)
+"""Patterns of the files that decide which ids a text has, and which text a conversation."""
 _ONE_FILE = "model.safetensors"
 _SLACK_TENSORS, _SLACK_ELEMENTS = 1024, 1 << 20
 _TIED, _PACKED = 2, 16  # a tied head is counted twice while it is made; up to 16 weights share a number
+_MOST_LOOPS, _MOST_TENSORS, _MOST_ELEMENTS = 1024, 1 << 18, 1 << 43
+"""Layers, experts and heads, tensors and elements that no model has: limits where no files are beside a config."""
 _RANKS = re.compile(r"r$|rank_pattern\.|num_virtual_tokens$|token_dim$")
 _LOOPS = re.compile(r"(num|n)_\w*(layer|block|expert|stage|head|codebook)s?|\w*_layers?|depth")
 
@@ -63,7 +71,13 @@ def check_folder(folder: Path, where: str, runs_code: bool = False) -> None:
 
 def check_tokenizer_names(folder: Path, where: str) -> None:
     """Refuse a tokenizer_config.json that names another file than tokenizer.json: no fingerprint covers what
-    transformers would read there. Raises FormatError."""
+    transformers would read there; and links out of the folder, as a draft gets a copy of its target's tokenizer.
+
+    Raises FormatError."""
+    for path in itertools.chain.from_iterable(folder.glob(pattern) for pattern in TOKENIZER_FILES):
+        if not lies_inside(folder, path):
+            name = path.relative_to(folder)
+            raise FormatError(f"{where}: {name}: is a link out of the folder, or no file; put a copy there")
     path = folder / "tokenizer_config.json"
     named = read_object(path).get("fast_tokenizer_files") if path.is_file() else None
     for name in named if isinstance(named, list) else () if named is None else (named,):
@@ -111,8 +125,19 @@ def check_size(folder: Path, where: str, gguf_file: str | None = None, **options
     config = AutoConfig.from_pretrained(folder, **options)
     packed = getattr(config, "quantization_config", None) is not None
     largest = (_PACKED if packed else _TIED) * elements + _SLACK_ELEMENTS
-    with _growing_at_most(most, largest, where, elements), torch.device("meta"):
+    with _growing_at_most(most, largest, where, f"its files hold {elements:,}"), torch.device("meta"):
         AutoModelForCausalLM.from_config(config, **options)
+
+
+@contextmanager
+def of_known_size(config: Any, where: str) -> Iterator[None]:
+    """Inside, a model without memory may be made of a config alone. Raises FormatError where that asks for more layers
+    or weights than any model has."""
+    for key, value in _flat(config.to_dict()):
+        if type(value) is int and value > _MOST_LOOPS and _LOOPS.fullmatch(key.rpartition(".")[2]):
+            raise FormatError(f"{where}: config.json: {key} {value}: must be {_MOST_LOOPS} at most")
+    with _growing_at_most(_MOST_TENSORS, _MOST_ELEMENTS, where, "no model has so many"):
+        yield
 
 
 def _check_gguf_size(path: Path, where: str) -> None:
@@ -160,7 +185,7 @@ def _stored(paths: list[Path]) -> tuple[int, int]:
 
 
 @contextmanager
-def _growing_at_most(tensors: int, elements: int, where: str, stored: int) -> Iterator[None]:
+def _growing_at_most(tensors: int, elements: int, where: str, why: str) -> Iterator[None]:
     """Inside, raise FormatError as soon as the modules that are made have more parameters than these."""
     made = [0, 0]
     seen: dict[int, nn.Parameter] = {}  # a tied parameter is registered once more, and takes no room again
@@ -171,10 +196,8 @@ def _growing_at_most(tensors: int, elements: int, where: str, stored: int) -> It
         seen[id(parameter)] = parameter
         made[0], made[1] = made[0] + 1, made[1] + parameter.numel()
         if made[0] > tensors or made[1] > elements:
-            raise FormatError(
-                f"{where}: config.json asks for {made[1]:,} weights or more ({size_text(4 * made[1])} in float32), its "
-                f"files hold {stored:,}"
-            )
+            size = size_text(4 * made[1])
+            raise FormatError(f"{where}: config.json asks for {made[1]:,} weights or more ({size} in float32), {why}")
 
     handle = register_module_parameter_registration_hook(count)
     try:

@@ -23,6 +23,7 @@ PARTS = "parts"
 USUAL_TOKENS = 4
 """K of a draft of which nothing says how much it should draft."""
 _PLAN, ASSUMED = "plan", "assumed"
+_PART_RULE = "must be a file or folder inside the draft's folder, named from there, without links that leave it"
 
 
 class ServingPlan(BaseModel):
@@ -104,8 +105,11 @@ def stored_plan(folder: Path) -> ServingPlan | None:
     # First of all, as a tree without digests reads the drafts that it names.
     value = raw.get(_PLAN)
     tree = value.get("tree") if isinstance(value, dict) else None
-    if isinstance(tree, dict) and "drafts" in tree:
+    try:
+        check_part_names(tree)
         _check_parts(folder, tree)
+    except ValueError as error:
+        raise FormatError(f"{path}: {_PLAN}.{error}") from None
     try:
         return ServingPlan.model_validate(value)
     except ValidationError as error:
@@ -180,16 +184,27 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _check_parts(folder: Path, tree: Mapping[str, Any]) -> None:
-    """Raise FormatError unless each draft of a stored merged tree lies in the plan's folder, and has its digest."""
-    field, drafts, digests = f"{folder / PLAN_FILE}: {_PLAN}.tree", tree["drafts"], tree.get("digests")
-    if not isinstance(drafts, list) or not isinstance(digests, list) or len(drafts) != len(digests):
-        raise FormatError(f"{field}: drafts and digests must be two lists of one length")
+def check_part_names(tree: Any) -> None:
+    """Raise ValueError unless each draft of a stored merged tree is named from the plan's folder, and has its digest.
+
+    Reads no file. `tree`: as it is stored, whatever that is.
+    """
+    if not isinstance(tree, Mapping) or "drafts" not in tree:
+        return
+    drafts, digests = tree["drafts"], tree.get("digests")
+    if not isinstance(drafts, list) or not isinstance(digests, list) or len(drafts) != len(digests) or not drafts:
+        raise ValueError("tree: drafts and digests must be two lists of one length")
     for number, name in enumerate(drafts):
-        part = folder / name if isinstance(name, str) and not Path(name).is_absolute() else None
-        if part is None or not (lies_inside(folder, part) and all(lies_inside(folder, one) for one in part.rglob("*"))):
-            rule = "must be a file or folder inside the draft's folder, named from there, without links that leave it"
-            raise FormatError(f"{field}.drafts.{number}: {name!r}: {rule}")
+        if not isinstance(name, str | Path) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"tree.drafts.{number}: {name!r}: {_PART_RULE}")
+
+
+def _check_parts(folder: Path, tree: Any) -> None:
+    """Raise ValueError unless each draft of a stored merged tree lies in the plan's folder."""
+    for number, name in enumerate(tree["drafts"] if isinstance(tree, Mapping) and "drafts" in tree else ()):
+        part = folder / name
+        if not (lies_inside(folder, part) and all(lies_inside(folder, one) for one in part.rglob("*"))):
+            raise ValueError(f"tree.drafts.{number}: {name!r}: {_PART_RULE}")
 
 
 def _copy_part(source: Path, to: Path) -> None:

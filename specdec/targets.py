@@ -24,7 +24,16 @@ from .expressions import check_short, matching
 from .gguf_header import read_header
 from .kernels.fused import can_fuse, fuse
 from .loading import as_the_file_says, load_model, load_tokenizer, processor_template, refused
-from .model_folder import ADAPTER_FILE, ADAPTER_WEIGHTS, INDEX_FILE, check_adapter, check_folder, indexed_files
+from .model_folder import (
+    ADAPTER_FILE,
+    ADAPTER_WEIGHTS,
+    INDEX_FILE,
+    TOKENIZER_FILES,
+    check_adapter,
+    check_folder,
+    check_tokenizer_names,
+    indexed_files,
+)
 from .models import CausalModel
 from .sampling_settings import SamplingSettings
 from .served_context import longest_context, served_context
@@ -41,12 +50,7 @@ from .sharding import (
 from .target_settings import TargetSettings
 
 _CONFIG_NOISE = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache"}
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tekken.json"),
-    *("vocab.*", "merges.*", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*"),
-)
-"""Patterns of the files that decide which ids a text has, and which text a conversation."""
-_SNAPSHOT_FILES = ("*.safetensors", "*.json", "*.gguf", "*.txt", "*.py", *_TOKENIZER_FILES)
+_SNAPSHOT_FILES = ("*.safetensors", "*.json", "*.gguf", "*.txt", "*.py", *TOKENIZER_FILES)
 CONFIG_FILES = ("config.json", "generation_config.json")
 _MOST_ROUNDS, _MOST_LAYERS = 64, 1024
 _FIRST_COVERED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja")
@@ -368,7 +372,7 @@ def covered_since(files: Mapping[str, str]) -> list[str]:
 
 def tokenizer_files(folder: Path) -> list[str]:
     """Names, relative to a model's folder, of the files of its tokenizer and chat templates, sorted."""
-    return _present(folder, _TOKENIZER_FILES)
+    return _present(folder, TOKENIZER_FILES)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -468,6 +472,7 @@ def _adapter_folder(adapter: str) -> Path:
         folder = snapshot(adapter, None, "target.adapter")
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise MissingFileError(f"target.adapter: {adapter}: no folder with adapter_model.safetensors")
+    check_tokenizer_names(folder, f"target.adapter: {adapter}")
     return folder
 
 

@@ -41,17 +41,16 @@ def test_the_image_runs_the_verbs_as_nobody_in_particular() -> None:
 
 
 def sent_to_docker(folder: Path) -> Path:
-    """A copy of what .dockerignore lets through, whose lines are: all out, some names at the root in, caches out."""
+    """A copy of what .dockerignore lets through, whose lines are: all out, some files in, caches out."""
     first, *names, caches = (line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#")
-    assert (first, caches) == ("*", "**/__pycache__") and all(re.fullmatch(r"![\w.*]+", name) for name in names)
+    assert (first, caches) == ("*", "**/__pycache__") and all(re.fullmatch(r"![\w.*/]+", name) for name in names)
     for name in names:
-        found = list(ROOT.glob(name[1:]))
-        assert found, f"{name}: lets nothing in"
+        found = [path for path in ROOT.glob(name[1:]) if "__pycache__" not in path.parts]
+        assert found and all(path.is_file() for path in found), f"{name}: must let files in, and no folder"
         for path in found:
-            if path.is_dir():
-                shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copyfile(path, folder / path.name)
+            to = folder / path.relative_to(ROOT)
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, to)
     return folder
 
 
@@ -61,6 +60,14 @@ def built(source: Path, out: Path) -> dict[str, int]:
     subprocess.run([sys.executable, "-m", "pip", "--quiet", *build], check=True)
     with zipfile.ZipFile(next(out.glob("*.whl"))) as wheel:
         return {info.filename: info.file_size for info in wheel.infolist() if not info.filename.endswith("RECORD")}
+
+
+def test_docker_is_sent_files_of_git_alone(tmp_path: Path) -> None:
+    sent = {path.relative_to(tmp_path).as_posix() for path in sent_to_docker(tmp_path).rglob("*") if path.is_file()}
+    known = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines()
+    if not known:
+        pytest.skip("no checkout")
+    assert sent <= set(known)
 
 
 @pytest.mark.slow

@@ -6,7 +6,8 @@ import pytest
 from forked import run
 from limited import under_limits
 
-from draftforge.masking import masked, masked_value
+from draftforge.data.redact import Redactor
+from draftforge.masking import holds_key, masked, masked_value
 
 
 @pytest.mark.parametrize(
@@ -139,3 +140,18 @@ def _mask_long_texts() -> None:
         "-H ",
     ):
         masked(piece * (200_000 // len(piece)), {})
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "nvapi-" + "a1B2" * 12,
+        "xai-" + "a1B2" * 20,
+        "gsk_" + "a1B2" * 13,
+        "hvs." + "a1B2" * 9,
+        "tskey-auth-" + "a1B2" * 6,
+    ],
+)
+def test_keys_that_redaction_knows_are_masked_too(key: str) -> None:
+    assert masked(f"use {key} here", {}) == "use *** here" and holds_key(key)
+    assert Redactor(["key"]).text(f"use {key} here") == "use <key> here"

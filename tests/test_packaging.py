@@ -21,7 +21,7 @@ import draftforge
 
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ["cli", "api", "pipeline", "recipe", "registry", "train", "eval", "data", "specdec", "distributed", "ground"]
-GROUND = {"__init__", "errors", "fingerprint", "storage", "progress", "masking", "http_replies"}
+GROUND = {"__init__", "errors", "fingerprint", "storage", "progress", "key_forms", "masking", "http_replies"}
 NOT_PACKAGES = {"configs", "scripts", "tests", "docs", "runs", "build", "dist", "mlruns"}
 MAX_LINES = 600
 MACHINE_PATH = re.compile(r"(?<![\w.:/*{}$])/(?:home|root|work|tmp|opt|mnt|srv|Users|content|workspace)(?:/|\b)")

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from draftforge.errors import CorruptDataError, DiskFullError, FormatError
+from draftforge import storage
+from draftforge.errors import CorruptDataError, DiskFullError, FormatError, InputError
 from draftforge.specdec.formats.tensors import read_tensors
 from draftforge.storage import Access, clear_leftover, new_folder, read_json, require_free_space, restrict, size_text
 
@@ -101,3 +102,13 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
         read_json(tmp_path / "config.json")
     with pytest.raises(FormatError, match=r"model\.safetensors: must be a regular file"):
         read_tensors(tmp_path)
+
+
+def test_a_text_that_an_option_names_is_read_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text").write_text("é" * 4)
+    monkeypatch.setattr(storage, "MOST_TEXT_BYTES", 8)
+    assert storage.read_text(tmp_path / "text", "--x") == "é" * 4
+    for path in (Path("/dev/zero"), tmp_path / "text"):
+        monkeypatch.setattr(storage, "MOST_TEXT_BYTES", 7)
+        with pytest.raises(InputError, match=f"--x {path}: has more than 7 B"):
+            storage.read_text(path, "--x")

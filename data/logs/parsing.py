@@ -15,6 +15,7 @@ import ast
 import hashlib
 import math
 import re
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
@@ -141,8 +142,12 @@ def _strip_dates(found: Rendered, markup: _Markup) -> bool:
 
 
 # A string with its escapes; a bracket; a comma. What stands between them belongs to the value it stands in.
-_TOKENS = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[(\[{]|[)\]}]|,""", re.DOTALL)
-_NAME = re.compile(r"\s*([A-Za-z_][\w ]*?)\s*(?:=|: ?)")
+_STRINGS = {quote: rf"{quote}(?:[^{quote}\\]|\\.)*+{quote}|{quote}|" for quote in "'\""}
+_TOKENS = {
+    quotes: re.compile("".join(_STRINGS[quote] for quote in quotes) + r"[(\[{]|[)\]}]|,", re.DOTALL)
+    for quotes in ("'\"", "'", '"', "")
+}
+_NAME = re.compile(r"\s*+([A-Za-z_]\w*+(?: ++\w++)*+)\s*+(?:=|: ?)")
 _CUT = re.compile(r"""['"\]] \.\.\. ['"\[]""")
 
 
@@ -154,7 +159,7 @@ def fields(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     depth, start = 0, 0
     # Strings are single tokens, so brackets and commas inside them do not count.
-    for token in _TOKENS.finditer(text):
+    for token in _tokens(text):
         mark = token[0]
         if mark in ("(", "[", "{"):
             depth += 1
@@ -168,6 +173,18 @@ def fields(text: str) -> dict[str, str]:
             start = token.end()
     _add(found, text[start:])
     return found
+
+
+def _tokens(text: str) -> Iterator[re.Match[str]]:
+    """Strings that are closed, brackets and commas, in time linear in the text."""
+    at, quotes = 0, "'\""
+    while token := _TOKENS[quotes].search(text, at):
+        at = token.end()
+        if token[0] in quotes:
+            # One that is never closed: behind it the same quotes stand behind backslashes alone, and close nothing.
+            quotes = quotes.replace(token[0], "")
+        else:
+            yield token
 
 
 def arguments(text: str) -> dict[str, str]:

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forked import run
+from limited import under_limits
 
 from draftforge.errors import CorruptDataError, InputError, MissingFileError
 from draftforge.eval import counts
@@ -92,3 +95,33 @@ def test_context_buckets_sort_by_size() -> None:
     labels = [counts.context_bucket(tokens) for tokens in (1, 128, 129, 5000, 30000, 10**6)]
     assert labels == ["00128", "00128", "00512", "08192", "32768", "32768+"]
     assert labels == sorted(labels)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("cluster", None), ("rounds", None), ("rounds", float("nan")), ("tokens", -1.0), ("accepted", 1e300)),
+        *(("draft_tokens", value) for value in (None, 0, -2, 65, 10**12)),
+        *(("reached", value) for value in (None, [1.0], [None, 1.0], [1.0] * 3, [float("inf"), 1.0])),
+        *(("rule", "x"), ("method", "x"), ("tree", "other")),
+    ],
+)
+def test_counts_that_others_may_write_are_checked(name: str, value: Any, tmp_path: Path) -> None:
+    rows = [ROW.record(), replace(ROW, cluster="k2").record()]
+    path = tmp_path / "counts.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, schema=counts.COUNTS_SCHEMA), path)
+    assert counts.read_kept(path).to_pylist() == rows
+    pq.write_table(pa.Table.from_pylist([rows[0] | {name: value}, rows[1]], schema=counts.COUNTS_SCHEMA), path)
+    with pytest.raises(CorruptDataError, match="not the counts of a promotion"):
+        counts.read_kept(path)
+
+
+def test_a_small_table_takes_no_gigabytes(tmp_path: Path) -> None:
+    path, many = tmp_path / "counts.parquet", pa.array([0] * 500_000)
+    with pq.ParquetWriter(path, counts.COUNTS_SCHEMA, compression="zstd") as writer:
+        batch = counts.to_table([replace(ROW, counts=RoundCounts(1.0, 1.0, 1.0, 1.0, (0, 0), (0, 0)))]).take(many)
+        for _ in range(20):
+            writer.write_table(batch)
+    assert path.stat().st_size < 3_000_000
+    ended = run(under_limits, (2000, 60, "draftforge.eval.counts", "read_kept", path), tmp_path / "log")
+    assert ended.code == 2 and "counts.parquet: " in ended.said

@@ -4,7 +4,9 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +15,16 @@ from trained import DRAFTS, Trained
 from transformers import AutoTokenizer
 
 from draftforge.cli import main
-from draftforge.errors import FormatError
+from draftforge.errors import FormatError, InputError
 from draftforge.eval.acceptance import Estimate
-from draftforge.pipeline import export
+from draftforge.pipeline import export, registry_listing
 from draftforge.pipeline.export import rewrite_draft
+from draftforge.progress import Console
 from draftforge.registry.champion_alias import promote, rollback, undo_rollback
 from draftforge.registry.connect import Tracking, open_tracking
 from draftforge.registry.gate import Decision, Evidence, Figures, Interval, Numbers
 from draftforge.registry.lineage import Lineage, Version
+from draftforge.registry.listing import ListedTarget, ListedVersion, Listing
 from draftforge.registry.settings import RegistrySettings
 from draftforge.registry.tracking import start_run
 from draftforge.registry.versions import register_version
@@ -363,3 +367,27 @@ def test_a_store_is_named_by_the_recipe_or_by_options_not_by_both(
     assert code("registry", write_recipe(), f"--{option}", "x") == 2
     said = capsys.readouterr().err
     assert said == f"error: --{option} x: the recipe names the registry; give {field}=x instead\n"
+
+
+def test_an_export_copies_no_file_from_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "key").write_text("private")
+    (tmp_path / "draft" / "notes").symlink_to(tmp_path / "key")
+    scorer: Any = None
+    with pytest.raises(InputError, match="notes: is a link out of the folder"):
+        export.export_draft(scorer, tmp_path / "draft", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_in_a_registry_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "[/x] [red]"
+    version = ListedVersion(
+        reference=f"{text}/1", aliases=["champion"], draft=text, family=text, step=1, plan=text, tau=1.0, speedup=1.0,
+        registered=datetime.now(UTC), run=text, run_name=text, recipe=text, parent=text, decision="promote",
+        reasons=text, by_choice=text, rolled_back=None, rollback_undone=text,
+    )  # fmt: skip
+    target = ListedTarget(name=text, fingerprint="ab" * 32, target=text, versions=[version], moves=[{"why": text}])
+    console = Console(highlight=False, width=400)
+    console.print(registry_listing._by_target(Listing(targets=[target], drafts=[])))
+    registry_listing._show_moves(console, target)
+    assert capsys.readouterr().out.count("[/x] [red]") >= 7

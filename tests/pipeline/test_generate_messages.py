@@ -62,7 +62,8 @@ def test_a_system_prompt_and_turns_are_asked_as_the_template_shows_them(
     assert asks("--messages", file) == reference(target, [USER, ANSWER, AGAIN])
     with_system = reference(target, [SYSTEM, USER, ANSWER, AGAIN])
     assert asks("seed=3", "--messages", file, "--system", SYSTEM["content"]) == with_system  # an override, no prompt
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"messages": [SYSTEM, USER, ANSWER, AGAIN]})))
+    asked = json.dumps({"messages": [SYSTEM, USER, ANSWER, AGAIN]})
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(asked.encode())))
     assert asks("--messages", "-") == with_system
     # Parts of a content are joined as a logged request's are.
     parts = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from draftforge import storage
 from draftforge.cli import main
 from draftforge.errors import AcceptanceMismatchError, InputError, MissingFileError, ServedError
 from draftforge.eval.counts import where
@@ -345,6 +346,7 @@ def test_a_scrape_follows_no_redirect_sends_no_netrc_and_reads_no_more_than_it_m
     assert said["path"] == "/metrics"
     said.update(status=200, text=" " * 2000)
     monkeypatch.setattr(monitoring, "MOST_SCRAPE_BYTES", 1000)
+    monkeypatch.setattr(storage, "MOST_TEXT_BYTES", 1000)
     with pytest.raises(ServedError, match=r"the reply has more than 1\.00 kB"):
         read_counters([address])
     (tmp_path / "saved").write_text(" " * 2000)

@@ -1,5 +1,6 @@
 """`draftforge plan`: its figures beside rows of docs/experiments.md, and its shapes beside models that are made."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,22 @@ def test_a_hub_that_cannot_be_asked_ends_with_3(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit) as ended:
         main(["plan", str(tmp_path / "recipe.yaml"), "--gpu", "h100"])
     assert ended.value.code == 3 and "the hub cannot be asked" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000: must be 1024 at most"),
+        ({"vocab_size": 10**13}, "no model has so many"),
+        ({"vocab_size": 20_000_000}, "drafts.eagle3: vocab_size = 20000000"),
+    ],
+)
+def test_a_config_that_no_model_has_is_one_line(
+    changes: dict[str, int], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    SMOLLM2.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(CONFIGS / "demo.yaml"), f"target.model={tmp_path}", "--gpu", "h100"])
+    assert ended.value.code == 2 and said in capsys.readouterr().err

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from draftforge.cli import main
 from draftforge.specdec.formats import write_draft
+from draftforge.specdec.formats.gguf.file import GgufFile, write_gguf
 from draftforge.specdec.model_card import DraftFacts, write_card
 from draftforge.specdec.serving_plan import FoundPlan, ServingPlan
 
@@ -249,6 +250,13 @@ def test_a_link_out_of_the_folder_is_refused(
     assert "LICENSE: is a link out of the draft's folder" in refused(draft, hub, capsys)
 
 
+def gguf_of(folder: Path, text: str | list[str]) -> None:
+    """A GGUF file with a text of its makers, and tokens that look like paths, which are none."""
+    write_gguf(
+        folder / "b.gguf", GgufFile("llama", {"general.note": text, "tokenizer.ggml.tokens": ["/data/x"]}, WEIGHTS)
+    )
+
+
 @pytest.mark.parametrize(
     "write",
     [
@@ -256,6 +264,12 @@ def test_a_link_out_of_the_folder_is_refused(
             {"a": torch.zeros(1)}, folder / "b.safetensors", {"cmd": "train --token hf_" + "a" * 20}
         ),
         lambda folder: save_file({"a": torch.zeros(1)}, folder / "b.safetensors", {"cmd": "train /scratch/ann/x"}),
+        lambda folder: gguf_of(folder, "train --token hf_" + "a" * 20),
+        lambda folder: gguf_of(folder, "trained in /scratch/ann/x"),
+        lambda folder: gguf_of(folder, ["fine", "http://tracker.internal/x"]),
+        lambda folder: (folder / "b.gguf").write_bytes(b"GGUF"),
+        lambda folder: (folder / "LICENSE").write_text("nvapi-" + "a1B2" * 16),
+        lambda folder: (folder / "LICENSE").write_text("npm_" + "a1B2" * 9),
         lambda folder: (folder / "LICENSE").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nabc"),
         lambda folder: (folder / "tokenizer_config.json").write_text('{"auth_token": "hf_' + "a" * 20 + '"}'),
         lambda folder: (folder / "tokenizer_config.json").write_text('{"name_or_path": "/scratch/ann/x"}'),
@@ -269,7 +283,7 @@ def test_what_weights_texts_and_configs_hold_is_read(
     write: Callable[[Path], object], draft: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(draft)
-    assert re.search(r"(b\.safetensors|LICENSE|_config\.json): ", refused(draft, hub, capsys))
+    assert re.search(r"(b\.safetensors|b\.gguf|LICENSE|_config\.json): ", refused(draft, hub, capsys))
 
 
 @pytest.mark.parametrize(
@@ -293,6 +307,7 @@ def test_a_strangers_words_are_text_in_the_card(draft: Path, hub: Hub) -> None:
     known = json.loads((draft / "serve.json").read_text())
     bad = "a | b\n---\n```\n<script>[x](http://e.org)"
     plan = {**known["plan"], "policy": "model.safetensors"}
+    plan |= {"tree_name": bad, "tree": {"kind": "static", "widths": [2, 1]}}  # named in a note
     changed = {"target": bad, "version": bad, "measured": bad, "domains": {bad: {"tau": 1}}, "plan": plan}
     (draft / "serve.json").write_text(json.dumps({**known, **changed}))
     assert push(draft, "me/heads", "--license", "mit") == 0
@@ -301,6 +316,13 @@ def test_a_strangers_words_are_text_in_the_card(draft: Path, hub: Hub) -> None:
     assert "<script>" not in card and "](" not in card and card.count("---\n") == 2 and card.count("```") == 2
     assert "a \\| b --- \\`\\`\\` &lt;script&gt;[x]\\(http://e.org)" in card
     assert "model.safetensors" in sent  # a plan's policy is no other file
+
+
+def test_a_strangers_card_controls_no_terminal(draft: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    (draft / "serve.json").unlink()
+    (draft / "README.md").write_text("# Théa\n\x1b]0;x\x07\x9b31m\n")
+    assert push(draft, "me/heads", "--license", "mit", "--dry-run") == 0
+    assert capsys.readouterr().out == "# Théa\n\\x1b]0;x\\x07\\x9b31m\n"
 
 
 def test_a_draft_without_a_plan_names_no_folder_of_this_disk(draft: Path, hub: Hub) -> None:

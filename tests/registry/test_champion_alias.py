@@ -442,3 +442,33 @@ def test_history_stays_within_the_tag(
         move_champion(tracking, name, aliases(tracking, name)[CHAMPION], number, "promote", "w" * 500)
     events = history(tracking, name)
     assert 3 < len(events) < 8 and events[-1]["to"] == 2 and len(events[-1]["why"]) == 100
+
+
+MOVE: dict[str, object] = {"at": "", "event": "promote", "from": None, "to": 1, "why": "", "previous": None}
+WRONG_EVENTS: list[dict[str, object]] = [{"from": 10**30}, {"to": "1"}, {"to": -1}, {"to": True}]
+WRONG_MOVES: list[dict[str, object]] = [{"why": 5}, {"event": []}, {"at": {}}, {"previous": "x"}, {"previous": 10**30}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[" * 4900, "[[[", "5", '{"to": 1}', "9" * 4900),
+        *(json.dumps([MOVE | change]) for change in WRONG_EVENTS),
+        *(json.dumps(MOVE | change) for change in WRONG_MOVES),
+    ],
+)
+@pytest.mark.parametrize("tag", [MOVE_TAG, HISTORY_TAG])
+def test_tags_of_strangers_are_no_moves(tag: str, text: str) -> None:
+    model: Any = SimpleNamespace(tags={tag: text}, aliases={CHAMPION: "1"})
+    assert champion_alias._events(model, champion_alias._made_move(model)) == []
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "1e999", "x", "", None])
+def test_a_figure_that_is_none_is_not_known(text: str | None) -> None:
+    assert champion_alias.tag_number(text) is None
+
+
+def test_a_record_of_a_decision_may_hold_anything() -> None:
+    for data in (b"[" * 100_000, b"\xff", b"9" * 5000, b"null", b"[]"):
+        with pytest.raises(RegistryError):
+            champion_alias._parse_decision("record", data)

@@ -98,3 +98,19 @@ def test_commit_is_of_this_checkout() -> None:
     has_git = (Path(__file__).resolve().parents[2] / ".git").exists()
     commit = git_commit()
     assert (commit is not None and len(commit) == 40) if has_git else commit is None
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../x", "parts/../../x", "/nowhere", 5])
+@pytest.mark.parametrize("digests", [[], ["0" * 64], None])
+def test_a_recorded_plan_reads_no_file_of_this_disk(name: object, digests: object) -> None:
+    tree = {"kind": "merged", "drafts": [name], "digests": digests}
+    plan = {"draft_tokens": 2, "chain_tokens": 2, "tree_name": "m", "tree": tree}
+    with pytest.raises(ValidationError, match=r"plan\n.*must be") as caught:
+        Lineage.model_validate({"plan": plan})
+    assert "no such draft" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reference", ["m/99999999999999999999", "m/-1", "m/x", "/1", "m"])
+def test_a_version_has_a_number(reference: str, tracking: Tracking) -> None:
+    with pytest.raises(RegistryError, match="must read name/number"):
+        get_version(tracking, reference)

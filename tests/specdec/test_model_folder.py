@@ -269,3 +269,21 @@ def test_a_config_with_a_value_that_has_no_json_is_refused(folder: Path, value: 
     path.write_text(path.read_text().replace("{", f'{{"odd": {value},', 1))
     with pytest.raises(FormatError, match=r"config\.json: holds a number or text that has no JSON"):
         target_fingerprint(TargetSettings(model=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/tool.jinja", "merges.txt"])
+def test_a_tokenizer_that_links_lead_out_of_the_folder_to_is_refused(name: str, folder: Path, tmp_path: Path) -> None:
+    """Drafts get a copy of it, and go to a registry or a hub."""
+    (tmp_path / "key").write_text("private")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(tmp_path / "key")
+    for load in (lambda: locate(TargetSettings(model=str(folder))), lambda: load_tokenizer(folder, str(folder))):
+        with pytest.raises(FormatError, match=f"{name}: is a link out of the folder"):
+            load()
+    # A whole folder may be a link, and a file may be one inside of it.
+    (folder / name).unlink()
+    (folder / "kept.txt").write_text("{{ messages }}")
+    (folder / name).symlink_to(folder / "kept.txt")
+    (tmp_path / "linked").symlink_to(folder)
+    assert locate(TargetSettings(model=str(tmp_path / "linked")))

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from log_reading import SAMPLES
 
 from draftforge.data.concurrency import Traffic, measure_concurrency
+from draftforge.data.logs.parsing import fields
 from draftforge.data.logs.readers import FORMATS
 from draftforge.data.record_outcomes import SourceCounts
 from draftforge.data.settings import MixSettings
@@ -143,3 +145,15 @@ def test_a_text_line_with_a_piece_missing_or_put_in(tmp_path: Path, kind: str, d
     )
     lines[row] = lines[row][:start] + piece + lines[row][end:]
     survives(tmp_path / "log.log", kind, lines)
+
+
+@pytest.mark.parametrize("text", ['":-\\' * 250_000, "a='" + "\\'" * 500_000, "a" + " " * 10**6 + "b", "a " * 500_000])
+def test_a_printed_line_that_is_never_closed_takes_no_hours(text: str) -> None:
+    began = time.process_time()
+    assert fields(text).keys() <= {"a"}
+    assert time.process_time() - began < 2.0
+
+
+def test_a_string_that_is_never_closed_is_no_string() -> None:
+    assert fields("a='x, b=1, c=\"y, z\", d='\\', e=2") == {"a": "'x, b=1, c=\"y, z\", d='\\'", "e": "2"}
+    assert fields("a=\"x, b='y, z', c=1") == {"a": '"x', "b": "'y, z'", "c": "1"}
