@@ -241,6 +241,10 @@ def read_tables(path: Path) -> list[CostTable]:
         raise CorruptDataError(f"{path}: fits.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if any(table.key.version != COSTS_VERSION or not table.prompt_points for table in tables):
         raise CorruptDataError(f"{path}: not times of version {COSTS_VERSION} that were measured over a load's grid")
+    for key in (table.key for table in tables):
+        shapes = all(type(shape.get("levels")) is int and "tree" in shape for shape in key.plans.values())
+        if not shapes or not all(isinstance(side.get("config") or {}, dict) for side in (key.target, key.draft)):
+            raise CorruptDataError(f"{path}: fits: a key's plans must have levels and a tree, its models a config")
     return tables
 
 

@@ -270,6 +270,18 @@ def test_a_fit_is_read_where_its_shapes_are_known(tmp_path: Path) -> None:
         cost_table.read_tables(path)
 
 
+@pytest.mark.parametrize(("name", "value"), [("levels", "x"), ("levels", 10.5), ("config", [1]), ("config", "x")])
+def test_times_of_another_machine_are_checked(name: str, value: object, tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    cost_table.write_tables(path, [CHEAP])
+    record = json.loads(path.read_text())
+    key = record["fits"][0]["key"]
+    (next(iter(key["plans"].values())) if name == "levels" else key["draft"])[name] = value
+    path.write_text(json.dumps(record))
+    with pytest.raises(CorruptDataError, match="a key's plans must have levels and a tree, its models a config"):
+        cost_table.read_tables(path)
+
+
 def test_a_tree_has_times_of_its_own() -> None:
     fit = CostFit(loads.grid_table(lambda B, L, N, C: 1e-3 * L, trees={"wide": (2, 20)}))
     assert fit.round(DraftConfig(2, "wide"), 8, 512).verify_seconds == pytest.approx(
