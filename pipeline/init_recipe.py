@@ -229,6 +229,8 @@ def _lines(out: Path, log: Path, model: str, source: FileSource, facts: LogFacts
     scored = _scored(facts)
     shares = ", ".join(f"{one.key} {count / facts.sampling.total():.0%}" for one, count in scored)
     yield f"# sampling settings of the log, with the target's and the API's own where it names none: {shares}"
+    yield "# drafts are chosen by draftforge's own rounds at batch 1. For your server state score.load, as inspect-mix"
+    yield "# proposes it of a log with times, and score.load.costs, which times your vLLM (docs/load.md)"
     yield from _yaml({"score": {"sampling": [_short(one) for one, _ in scored]}})
 
 
