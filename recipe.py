@@ -535,6 +535,9 @@ def _rule(error: ErrorDetails) -> str:
         return f"{error['ctx']['discriminator'].strip(chr(39))} is required"
     if isinstance(error["input"], float) and not math.isfinite(error["input"]):
         return "must be finite"
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        quoted = f', "{error["input"]}"' if not isinstance(error["input"], bool) else ""
+        return f"must be text: quote it{quoted}"
     message = error["msg"]
     for pattern, plain in _PLAIN_WORDS:
         message = pattern.sub(plain, message)

@@ -105,32 +105,33 @@ class EngineServers:
         synthetic = ["with synthetic acceptance"] if self._synthetic else []
         return " ".join([self.engine, *self._settings.flags, *synthetic])
 
-    def check(self, families: Collection[str], draft_tokens: Sequence[int]) -> None:
+    def check(self, families: Collection[str]) -> None:
         """Raise InputError or EngineError, before any work, without an engine or with too few running servers.
 
         `families`: of every draft that is to be measured.
         """
-        assert self.engine
         for family, drafts in Counter(() if self._settings.start else families).items():
-            self._running(family, draft_tokens)
+            self._running(family)
             if drafts > 1:
                 raise InputError(
                     f"{FIELD}.draft_urls.{family}: are servers of one draft; {drafts} drafts of that family are to be "
                     "scored: score them one by one"
                 )
+        assert self.engine
 
     def depths(self, draft: StoredDraft, spec: ProposerSpec) -> list[int]:
         """Every K at which a draft's rounds are measured. Raises InputError where running servers have too few."""
         if self._settings.start:
             return [config.levels for config in measured_configs(spec)]
-        return self._running(draft.family, spec.depths)
+        return self._running(draft.family)
 
-    def _running(self, family: str, draft_tokens: Sequence[int]) -> list[int]:
+    def _running(self, family: str) -> list[int]:
         there = sorted(self._settings.draft_urls.get(family, {}))
-        least, most = min(draft_tokens), max(draft_tokens)
-        if not there or there[0] > least or there[-1] < most:
-            has = f"has K={there[0]} to {there[-1]}" if there else "has no server"
-            raise InputError(f"{FIELD}.draft_urls.{family}: {has}; must have servers of K={least} and K={most}")
+        if not there:
+            raise InputError(
+                f"{FIELD}.draft_urls.{family}: required: a draft of that family is to be scored; must have servers of "
+                "the least and the largest K of score.draft_tokens"
+            )
         return there
 
     @contextmanager

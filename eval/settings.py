@@ -1,5 +1,6 @@
 """The recipe's `score` section: what is scored, how, and how times are measured."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -7,11 +8,14 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ..data.settings import server_address
 from ..specdec.accept_rules import RULES, RuleName, preferred_rules
+from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.proposers.tree_settings import MOST_LEVELS, MeasuredTree, TreeSettings
 from ..specdec.sampling_settings import SamplingSettings
 
 Engine = Literal["vllm", "sglang", "llama.cpp", "draftforge"]
 EngineRule = Literal["token", "block", "onehot", "match"]
+SERVED_FAMILIES = ("small", "eagle", "eagle3", "medusa", "dflash", LOOKUP)
+"""Ways of drafting that vLLM serves, as `load.costs.draft_urls` names them."""
 FEWEST_CLUSTERS = 3
 """Least number of clusters with an interval: two differ once, which does not tell how far clusters differ."""
 
@@ -37,8 +41,8 @@ class EngineCostSettings(BaseModel):
     plain_url: str | None = None
     """Without `start`: address of a server without a draft, such as http://localhost:8000."""
     draft_urls: dict[str, dict[int, str]] = {}
-    """Without `start`: addresses of servers that draft, by family (`lookup`: prompt lookup) and K; of each family at
-    least the least and the largest of `score.draft_tokens`."""
+    """Without `start`: addresses of servers that draft, by family and K, which are of `score.draft_tokens`; each family
+    has its least and largest K. `lookup`, prompt lookup, is scored beside every draft and is always needed."""
     hardware: str | None = Field(default=None, min_length=1, max_length=200)
     """Without `start`: what these servers run on, in words, as they do not tell."""
     api_key_env: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
@@ -56,6 +60,8 @@ class EngineCostSettings(BaseModel):
     def _are_addresses(cls, urls: dict[str, dict[int, str]]) -> dict[str, dict[int, str]]:
         found: dict[str, dict[int, str]] = {}
         for family, by_K in urls.items():
+            if family not in SERVED_FAMILIES:
+                raise ValueError(f"{family}: must be one of {', '.join(SERVED_FAMILIES)}")
             if not by_K or not all(1 <= K <= MOST_LEVELS for K in by_K):
                 raise ValueError(
                     f"{family}: K = {min(by_K, default='none')}: must be 1 to {MOST_LEVELS}, each its address"
@@ -70,6 +76,11 @@ class EngineCostSettings(BaseModel):
     @model_validator(mode="after")
     def _started_or_running(self) -> "EngineCostSettings":
         running = {"plain_url": self.plain_url, "draft_urls": self.draft_urls, "hardware": self.hardware}
+        why = {
+            "plain_url": "rounds without a draft are timed on a server of their own",
+            "draft_urls": "rounds of each family and K are timed on a server of their own",
+            "hardware": "they do not tell it (such as 1x H200)",
+        }
         if self.start:
             given = [name for name, value in {**running, "api_key_env": self.api_key_env}.items() if value]
             if given:
@@ -77,13 +88,29 @@ class EngineCostSettings(BaseModel):
             return self
         if missing := [name for name, value in running.items() if not value]:
             raise ValueError(
-                f"{missing[0]}: required where start is false: times need a server without a draft and others"
+                f"{missing[0]}: required where servers run already, as {why[missing[0]]}, or set start: true"
             )
         if self.venv is not None or self.flags:
             raise ValueError(
                 f"{'flags' if self.flags else 'venv'}: is of servers that are started here; set start: true"
             )
         return self
+
+    def check_draft_tokens(self, draft_tokens: Sequence[int]) -> None:
+        """Raise ValueError where running servers lack a K that is timed, or draft one that is not scored."""
+        least, most = min(draft_tokens), max(draft_tokens)
+        for family in () if self.start else sorted({LOOKUP, *self.draft_urls}):
+            field, there = f"load.costs.draft_urls.{family}", self.draft_urls.get(family, {})
+            if lacking := sorted({least, most} - there.keys()):
+                why = "; prompt lookup is scored beside every draft" if family == LOOKUP else ""
+                raise ValueError(
+                    f"{field}: has no server of K={lacking[0]}; must have the least and the largest of draft_tokens, "
+                    f"K={least} and K={most}{why}"
+                )
+            if odd := sorted(there.keys() - set(draft_tokens)):
+                raise ValueError(
+                    f"{field}.{odd[0]}: must be among draft_tokens {list(draft_tokens)}: no draft has that K"
+                )
 
 
 class LoadSettings(BaseModel):
@@ -276,6 +303,7 @@ class ScoreSettings(BaseModel):
         if self.costs.fit is not None and self.load is None:
             raise ValueError(f"costs.fit {self.costs.fit}: needs a load, whose batch sizes and lengths it is read at")
         if self.load is not None and self.load.costs is not None:
+            self.load.costs.check_draft_tokens(self.draft_tokens)
             if self.costs.fit is not None:
                 raise ValueError(
                     f"costs.fit {self.costs.fit}: load.costs measures in {self.load.engine}; give one of them"

@@ -143,11 +143,15 @@ def check_score(space: Workspace, names: Collection[str], what: str = "a score",
                 f"drafts.{name}.init_from=<checkpoint> and no backbone"
             )
     check_load(space, trees)
+    if space.first_rank:
+        _check_servers(space, [LOOKUP, *(space.recipe.drafts[name].family for name in names)])
+
+
+def _check_servers(space: Workspace, families: Collection[str]) -> None:
+    """Raise InputError or EngineError where the engine of `score.load.costs` cannot time drafts of these families."""
     load = space.recipe.score.load
-    if load is not None and load.costs is not None and space.first_rank:
-        families = [LOOKUP, *(space.recipe.drafts[name].family for name in names)]
-        servers = EngineServers(load.costs, space.target_settings, "auto", "", False, space.root)
-        servers.check(families, space.recipe.score.draft_tokens)
+    if load is not None and load.costs is not None:
+        EngineServers(load.costs, space.target_settings, "auto", "", False, space.root).check(families)
 
 
 def check_load(space: Workspace, trees: bool = True) -> None:
@@ -189,7 +193,8 @@ def check_drafts(space: Workspace, foreign: Path | None = None) -> None:
             with named(f"score.trees.{name}"):
                 StoredDraft.load(path, space.target, score.draft_device)
     if foreign is not None:
-        StoredDraft.load(foreign, space.target, score.draft_device, other_tokenizer=True)
+        draft = StoredDraft.load(foreign, space.target, score.draft_device, other_tokenizer=True)
+        _check_servers(space, [draft.family])
 
 
 def _check_given_times(space: Workspace, load: LoadSettings) -> None:

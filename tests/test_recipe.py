@@ -99,7 +99,7 @@ def lines(folder: Path, text: str, *overrides: str) -> list[str]:
         ("train: {learning_rate: .nan}", "train.learning_rate = nan: must be finite"),
         ("train: {precision: fp8}", "train.precision = fp8: must be 'fp32' or 'bf16'"),
         ("train: {warm: 30, steps: 20}", "train: warm = 30 must be <= steps = 20"),
-        ("target: 3", "target = 3: must be text"),
+        ("target: 3", 'target = 3: must be text: quote it, "3"'),
     ],
 )
 def test_one_line_for_one_mistake(tmp_path: Path, text: str, line: str) -> None:
@@ -287,6 +287,42 @@ def test_a_resolved_recipe_is_the_same_recipe(tmp_path: Path) -> None:
 def test_mistakes_in_real_sections(tmp_path: Path, override: str, line: str) -> None:
     with pytest.raises(RecipeError) as raised:
         recipe.load_recipe(write(tmp_path), [override])
+    (said,) = str(raised.value).splitlines()
+    assert line in said
+
+
+@pytest.mark.parametrize(
+    ("costs", "line"),
+    [
+        ("start: true, flags: [--share, 0.6]", 'load.costs.flags.1 = 0.6: must be text: quote it, "0.6"'),
+        ("start: true, flags: [yes]", "load.costs.flags.0 = True: must be text: quote it"),
+        ("", "load.costs: plain_url: required where servers run already, as rounds without a draft are timed on"),
+        ("plain_url: http://a", "load.costs: draft_urls: required where servers run already, as rounds of each family"),
+        (
+            "plain_url: http://a, draft_urls: {lookup: {1: http://b}}",
+            "hardware: required where servers run already, as they do not tell it (such as 1x H200), or set",
+        ),
+        ("draft_urls: {eagel3: {1: http://a}}", "draft_urls: eagel3: must be one of small, eagle, eagle3, medusa, dfl"),
+        (
+            "RUNNING, draft_urls: {eagle3: {1: http://a, 4: http://b}}",
+            "lookup: has no server of K=1; must have the least and the largest of draft_tokens, K=1 and K=4; "
+            "prompt lookup is scored beside every draft",
+        ),
+        (
+            "RUNNING, draft_urls: {eagle3: {1: http://a}, lookup: {1: http://a, 4: http://b}}",
+            "draft_urls.eagle3: has no server of K=4; must have the least and the largest of draft_tokens, K=1 and K=4",
+        ),
+        (
+            "RUNNING, draft_urls: {lookup: {1: http://a, 3: http://c, 4: http://b}}",
+            "draft_urls.lookup.3: must be among draft_tokens [1, 2, 4]: no draft has that K",
+        ),
+    ],
+)
+def test_mistakes_in_an_engines_servers(tmp_path: Path, costs: str, line: str) -> None:
+    costs = costs.replace("RUNNING", "plain_url: http://a, hardware: 1x H200")
+    load = f"{{engine: vllm, context_tokens: 64, answer_tokens: 8, costs: {{engine: vllm, {costs}}}}}"
+    with pytest.raises(RecipeError) as raised:
+        recipe.load_recipe(write(tmp_path), [f"score={{draft_tokens: [1, 2, 4], load: {load}}}"])
     (said,) = str(raised.value).splitlines()
     assert line in said
 

@@ -23,8 +23,10 @@ from draftforge.eval.cost_table import CostKey, CostTable, timed_rule
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.engine_costs import EngineMeasurement, EngineServers, full_round, plain_key
 from draftforge.eval.serving_load import LoadTimes
-from draftforge.eval.settings import CostSettings, EngineCostSettings, LoadSettings, ScoreSettings
+from draftforge.eval.settings import SERVED_FAMILIES, CostSettings, EngineCostSettings, LoadSettings, ScoreSettings
+from draftforge.specdec.formats.layouts import FAMILIES, NATIVE
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
+from draftforge.specdec.proposers.training_free import LOOKUP
 from draftforge.specdec.serve_commands import ServeCommand
 from draftforge.specdec.target_settings import TargetSettings
 
@@ -203,14 +205,12 @@ def test_running_servers_are_asked_for_what_they_must_have() -> None:
     found: Any = draft
     assert servers.depths(found, spec) == [1, 3, 6]
     servers.__dict__["engine"] = "vLLM 0.32.0"
-    servers.check(["eagle3"], [1, 2])
-    says = r"^score\.load\.costs\.draft_urls\.lookup: has K=1 to 1; must have servers of K=1 and K=4$"
-    with pytest.raises(InputError, match=says):
-        servers.check(["eagle3", "lookup"], [1, 2, 4])
+    servers.check(["eagle3", "lookup"])
+    assert (*FAMILIES[NATIVE], LOOKUP) == SERVED_FAMILIES
     with pytest.raises(InputError, match=r"draft_urls\.eagle3: are servers of one draft; 2 drafts of that family"):
-        servers.check(["eagle3", "eagle3"], [2])
-    with pytest.raises(InputError, match=r"draft_urls\.small: has no server; must have servers of K=2 and K=2$"):
-        servers.check(["small"], [2])
+        servers.check(["eagle3", "eagle3"])
+    with pytest.raises(InputError, match=r"^score\.load\.costs\.draft_urls\.small: required: a draft of that family"):
+        servers.check(["small"])
 
 
 def test_the_engine_is_part_of_the_key_and_our_own_keys_stay() -> None:
@@ -226,12 +226,6 @@ def test_the_engine_is_part_of_the_key_and_our_own_keys_stay() -> None:
     ("fields", "says"),
     [
         ({"engine": "sglang", "start": True}, "costs.engine\n.*Input should be 'vllm'"),
-        ({"engine": "vllm"}, "plain_url: required where start is false"),
-        ({"engine": "vllm", "plain_url": "http://a"}, "draft_urls: required where start is false"),
-        (
-            {"engine": "vllm", "plain_url": "http://a", "draft_urls": {"lookup": {1: "http://b"}}},
-            "hardware: required where start is false",
-        ),
         ({"engine": "vllm", "start": True, "plain_url": "http://a"}, "plain_url: is of running servers"),
         ({"engine": "vllm", "start": True, "api_key_env": "KEY"}, "api_key_env: is of running servers"),
         ({"engine": "vllm", "plain_url": "ftp://a"}, "must be an address such as http"),

@@ -21,6 +21,7 @@ from draftforge.eval.settings import ScoreSettings
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import draft_scorer, export, holdout_evaluation, parallel_scoring, scoring
 from draftforge.pipeline.scoring import Scored
+from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.proposers.tree_settings import StaticTree
 from draftforge.specdec.serving_plan import ServingPlan, find_plan
@@ -128,7 +129,7 @@ def test_scores_and_a_policy_by_times_of_the_operators_engine(
     )
     flow.score(recipe, None)
     started = ["plain", "lookup 1 greedy", "lookup 2 greedy", "small 1 greedy", "small 2 greedy"]
-    assert servers.started == ["check lookup small [1, 2]", *started]
+    assert servers.started == ["check lookup small", *started]
     (scored,) = boards
     whose = "times of vLLM 0.99 on 1 card, float32, measured 20"
     said = " ".join(capsys.readouterr().out.split())
@@ -148,6 +149,9 @@ def test_scores_and_a_policy_by_times_of_the_operators_engine(
     export.export(recipe, tmp_path / "out", "small", None, None, "vllm")
     said = " ".join(capsys.readouterr().err.split())
     assert "policy: K=" in said and whose in said and servers.started[1:] == started
+    # A draft of anybody's making is asked for its servers before any work.
+    scoring.check_drafts(Workspace(recipe), tmp_path / "out")
+    assert servers.started[-1] == "check small"
 
 
 @pytest.mark.parametrize("engine", [True, False])

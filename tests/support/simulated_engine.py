@@ -127,8 +127,8 @@ class SimulatedServers:
         self.started = list[str]()
         self.engines = list[SimulatedEngine]()
 
-    def check(self, families: Sequence[str], draft_tokens: Sequence[int]) -> None:
-        self.started.append(f"check {' '.join(families)} {draft_tokens}")
+    def check(self, families: Sequence[str]) -> None:
+        self.started.append(f"check {' '.join(families)}")
 
     def depths(self, draft: Any, spec: Any) -> list[int]:
         return list(self.ks)
