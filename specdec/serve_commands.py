@@ -249,11 +249,8 @@ def _by_policy(
     made = {"vllm": _vllm_policy, "sglang": _sglang_policy, "tensorrt-llm": _tensorrt_policy}[policy.engine]
     command = made(policy, family, plan, draft, target)
     # What holds for each of them.
-    last = policy.ranges[-1].draft_tokens if policy.engine != "tensorrt-llm" else 0
-    notes = [
-        f"above batch {policy.largest}, the largest that was measured, {command.engine} "
-        + (f"keeps K={last}" if last else "does not draft")
-    ]
+    more = "; list larger ones in score.load.batch_sizes, a share of 0 measures them" if policy.ranges[-1][2] else ""
+    notes = [f"above batch {policy.largest}, the largest that was measured, {command.engine} does not draft{more}"]
     notes += [] if plan.tree is None else [f"a policy is of chains: {plan} is not drafted"]
     return command._replace(notes=(*command.notes, *notes, *_adapter_note(target)))
 
@@ -266,9 +263,8 @@ def _vllm_policy(
     notes = [
         "vLLM 0.32 and 0.33 read num_speculative_tokens_per_batch_size; 0.23 stops at it",
         f"with data parallelism vLLM ignores the policy, and drafts K={policy.most_tokens} at every batch size",
+        "where K is 0, vLLM still passes new tokens through the draft, so that it can go on later",
     ]
-    if any(one.draft_tokens == 0 for one in policy.ranges):
-        notes.append("where K is 0, vLLM still passes new tokens through the draft, so that it can go on later")
     notes += _rule_note("vLLM", plan, list(_VLLM_RULES))
     words = [*_vllm_target(target), "--config", f"{draft}/{policy.file}"]
     return _shell("vLLM", words, notes)._replace(policy_text=_yaml({"speculative-config": settings}))

@@ -1,10 +1,13 @@
 """Serving policy: the chain length K that an engine's scheduler drafts with at each number of running requests.
 
-| engine | its scheduler reads | above the last batch size that is named |
-|---|---|---|
-| vLLM 0.32, 0.33 | `num_speculative_tokens_per_batch_size` of the speculative config: [first, last, K] | the last K |
-| SGLang 0.5.23 | `--speculative-adaptive-config`: `candidate_steps` from a batch size on | the last K |
-| TensorRT-LLM | `draft_len_schedule` of the speculative config: K by batch size | K = 0, which is written out |
+| engine | its scheduler reads |
+|---|---|
+| vLLM 0.32, 0.33 | `num_speculative_tokens_per_batch_size` of the speculative config: [first, last, K] |
+| SGLang 0.5.23 | `--speculative-adaptive-config`: `candidate_steps` from a batch size on |
+| TensorRT-LLM | `draft_len_schedule` of the speculative config: K by batch size |
+
+Above the largest measured batch size nothing is drafted. vLLM and SGLang keep the last K that they read, so K = 0 is
+written out there.
 
 SGLang picks among the candidates of a batch size by what was accepted of late; with one candidate it has no choice.
 TensorRT-LLM 1.4 reads a key of the schedule as the last batch size of its K, older versions as the first one. Both ends
@@ -95,15 +98,17 @@ class ServingPolicy:
 
     @property
     def schedule(self) -> Any:
-        """The ranges as the engine's scheduler reads them."""
+        """The ranges as the engine's scheduler reads them, and none above."""
+        above = DraftRange(self.largest + 1, self.largest + 1, 0)
+        ranges = [*self.ranges, *([above] if self.ranges[-1].draft_tokens else [])]
         match self.engine:
             case "vllm":
-                return [list(one) for one in self.ranges]
+                return [list(one) for one in ranges]
             case "sglang":
-                return {str(one.first): {"candidate_steps": [one.draft_tokens]} for one in self.ranges}
+                return {str(one.first): {"candidate_steps": [one.draft_tokens]} for one in ranges}
             case "tensorrt-llm":
                 ends = {size: one.draft_tokens for one in self.ranges for size in (one.first, one.last)}
-                return ends | {self.largest + 1: 0}
+                return ends | {above.first: 0}
 
 
 def known_policy_engine(name: str) -> PolicyEngine:

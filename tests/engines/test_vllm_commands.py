@@ -48,7 +48,7 @@ def test_vllm_takes_every_command(trained_drafts: Trained, tmp_path: Path) -> No
         convert_draft(source, out, "speculators", Verifier("owner/model", ["LlamaForCausalLM"]))
         commands.append(serve_command("speculators", name, ServingPlan.chain(2), str(out), target).text)
         wanted.append({"method": name, "num_speculative_tokens": 2})
-    # 3) K by batch size, in a file beside the draft; above the last range vLLM keeps its K.
+    # 3) K by batch size, in a file beside the draft; above the last range nothing is drafted.
     ranges = (DraftRange(1, 4, 4), DraftRange(5, 16, 2), DraftRange(17, 40, 0), DraftRange(41, 64, 1))
     for name in ("small", "eagle", "eagle3", "dflash"):
         place = tmp_path / f"{name}-by-batch"
@@ -60,7 +60,7 @@ def test_vllm_takes_every_command(trained_drafts: Trained, tmp_path: Path) -> No
             write_card(place, str(place), "vllm", planned, DraftFacts(name, "tiny"), target, policy=policy).text
         )
         lookup = [K for first, last, K in ranges for _ in range(first, last + 1)]
-        scheduled = [*lookup, *[1] * 16]
+        scheduled = [*lookup, *[0] * 16]
         wanted.append({"model": str(place), "num_speculative_tokens": 4, "scheduled": scheduled})
         wanted[-1] |= {"draft_sample_method": "probabilistic"}
     # 4) Prompt lookup.

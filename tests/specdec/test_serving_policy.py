@@ -87,9 +87,20 @@ def test_sglang_drafts_what_the_policy_says(parts: list[tuple[int, int]], graphs
     for size in range(1, policy.largest + 1):
         assert sglang_steps(policy.schedule, size, []) == asked(policy.ranges, size)
         padded = min((graph for graph in graphs if graph >= size), default=size)
-        taken = asked(policy.ranges, min(padded, policy.largest))
+        taken = asked(policy.ranges, padded) if padded <= policy.largest else 0
         assert sglang_steps(policy.schedule, size, sorted(graphs)) == taken
-    assert sglang_steps(policy.schedule, policy.largest + 1000, []) == parts[-1][1]  # as a note says
+    assert not {sglang_steps(policy.schedule, policy.largest + more, []) for more in (1, 1000)} - {0}
+
+
+@given(PARTS)
+def test_vllm_drafts_what_the_policy_says_and_nothing_above(parts: list[tuple[int, int]]) -> None:
+    assume(any(K for _, K in parts))
+    policy = ServingPolicy("vllm", ranges_of(parts))
+    found = [K for first, last, K in policy.schedule for _ in range(first, last + 1)]
+    most = policy.largest
+    assert found[:most] == [asked(policy.ranges, size) for size in range(1, most + 1)]
+    assert found[-1] == 0  # vLLM keeps the last K for all larger batches
+    assert [first for first, _, _ in policy.schedule] == [1, *(last + 1 for _, last, _ in policy.schedule[:-1])]
 
 
 @given(PARTS, st.booleans())
@@ -138,12 +149,14 @@ def test_vllms_command_reads_the_file() -> None:
         "num_speculative_tokens": 4,
         "draft_sample_method": "probabilistic",
         "rejection_sample_method": "block",
-        "num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 16, 2]],
+        "num_speculative_tokens_per_batch_size": [[1, 4, 4], [5, 16, 2], [17, 17, 0]],
     }
-    assert "above batch 16, the largest that was measured, vLLM keeps K=2" in command.notes
-    assert not any("where K is 0" in note for note in command.notes)
+    said = (
+        "above batch 16, the largest that was measured, vLLM does not draft; list larger ones in score.load.batch_siz"
+    )
+    assert any("where K is 0" in note for note in command.notes) and any(said in note for note in command.notes)
     off = serve_command("vllm", "small", ServingPlan.chain(1), "/d", TARGET, ServingPolicy("vllm", FALLING))
-    assert any("where K is 0" in note for note in off.notes) and "does not draft" in off.notes[-1]
+    assert off.notes[-1] == "above batch 64, the largest that was measured, vLLM does not draft"
 
 
 def test_a_card_writes_the_policy_and_the_plan_names_it(tmp_path: Path) -> None:
