@@ -106,6 +106,7 @@ def test_layers_add_in_their_norms_and_products(dtype: torch.dtype) -> None:
         after = model.states(IDS, aux_layers=(1, model.num_layers))
     assert "LlamaDecoderLayer" in names and "LlamaRotaryEmbedding" in names
     for found, expected in zip(after, before):
+        assert found is not None and expected is not None
         assert float((found - expected).norm()) <= (1e-5 if dtype == torch.float32 else 2e-2) * float(expected.norm())
 
 
