@@ -139,15 +139,20 @@ def _forward_of(module: nn.Module | None) -> object:
 def _layer(module: Any, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
     """Decoder layer of pre-norm attention and gated MLP. Where something learns, or a copy of the layer has other
     parts, the class's own forward runs."""
-    if torch.is_grad_enabled() or rest or not _has_fused_parts(dict(module.named_children())):
+    if _trains(hidden_states) or rest or not _has_fused_parts(dict(module.named_children())):
         return type(module).forward(module, hidden_states, *rest, **named)
     attended = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **named)[0]
     return _finish(module, hidden_states, attended)
 
 
+def _trains(x: Tensor) -> bool:
+    """Whether a pass may be one of training, which neither sums in place nor kernels without autocast serve."""
+    return torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
+
+
 def _finish_ours(module: Any, residual: Tensor, attended: Tensor) -> Tensor:
     """`DecoderLayer.finish` of our own drafts."""
-    if torch.is_grad_enabled():
+    if _trains(residual):
         learned: Tensor = type(module).finish(module, residual, attended)
         return learned
     return _finish(module, residual, module.self_attn.o_proj(attended.flatten(-2)))

@@ -63,7 +63,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float, late: bool) -> tuple[Tensor, Tensor]:
     """Sum x + y of [..., H], and its RMSNorm by weight + offset; `late`: rounded before the weight, as Llama's is."""
-    total, normed = torch.empty_like(x), torch.empty_like(x)
+    total, normed = x.new_empty(x.shape), x.new_empty(x.shape)  # contiguous, whatever x is
     x_RH, y_RH = _rows(x), _rows(y)
     _add_norm[(len(x_RH),)](
         x_RH, y_RH, weight, total, normed, x_RH.stride(0), y_RH.stride(0), x.shape[-1], eps, offset,
