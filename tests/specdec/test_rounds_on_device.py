@@ -16,7 +16,7 @@ from draftforge.specdec import decoder, kv_cache, tree, verify_batch
 from draftforge.specdec.cuda_graphs import OpCounter, Replays
 from draftforge.specdec.decoder import Generation, generate
 from draftforge.specdec.kernels.attention import attention
-from draftforge.specdec.proposers import logits
+from draftforge.specdec.proposers import logits, prompt_lookup
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -58,7 +58,7 @@ def unread(fixed: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_kernels(unread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels."""
-    for module in (kv_cache, logits, tree, verify_batch):
+    for module in (kv_cache, logits, prompt_lookup, tree, verify_batch):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
 
 
