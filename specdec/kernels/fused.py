@@ -175,14 +175,16 @@ def _finish(module: Any, residual: Tensor, attended: Tensor) -> Tensor:
 
 
 def _layers_agree(module: Any) -> bool:
-    """Whether `_layer` and the layer's own forward agree, whatever its attention gives."""
+    """Whether `_layer` and the class's own forward agree, whatever attention gives. No hook of the layer runs: those of
+    a sharded target would take its weights apart again."""
     weight = module.post_attention_layernorm.weight
     row_11H = torch.linspace(-3, 3, len(weight), device=weight.device, dtype=weight.dtype)[None, None]
     # A stand-in for attention: the layer's own wants positions and a cache.
     own = vars(module.self_attn).get("forward")
     module.self_attn.forward = lambda hidden_states, **named: (hidden_states.flip(-1), None)
     try:
-        pairs = [(module(scale * row_11H), _layer(module, scale * row_11H)) for scale in _SCALES]
+        rows = [scale * row_11H for scale in _SCALES]
+        pairs = [(type(module).forward(module, row_11H), _layer(module, row_11H)) for row_11H in rows]
     except (TypeError, AttributeError):  # it reads something else
         return False
     finally:
