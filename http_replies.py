@@ -9,6 +9,7 @@ import io
 import math
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import requests
@@ -16,11 +17,18 @@ from requests.adapters import HTTPAdapter
 from requests.auth import AuthBase
 from urllib3.connection import HTTPConnection, HTTPSConnection
 from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
+from .errors import one_line
 from .storage import size_text
 
 _PIECE_BYTES = 1 << 16
+_REASONS: list[tuple[tuple[type[BaseException], ...], str]] = [
+    ((socket.gaierror,), "unknown host"),
+    ((ConnectionRefusedError,), "connection refused"),
+    ((TimeoutError, ReadTimeoutError, requests.Timeout), "timed out"),
+    ((ConnectionResetError, BrokenPipeError, http.client.IncompleteRead), "connection lost"),
+]
 
 
 class UnusableError(ValueError):
@@ -154,3 +162,26 @@ def read_body(reply: requests.Response, most_bytes: int) -> bytes:
     except HTTPError as error:
         raise requests.ConnectionError(error) from None
     return b"".join(parts)
+
+
+def no_reply_reason(error: requests.RequestException) -> str:
+    """Why no reply came, in a few words: requests and urllib3 wrap the cause in errors that quote each other."""
+    causes = list(_causes(error))
+    for kinds, words in _REASONS:
+        if any(isinstance(one, kinds) for one in causes):
+            return words
+    # What the operating system says, such as "No route to host"; else what requests says.
+    said = next((one.strerror for one in causes if isinstance(one, OSError) and one.strerror), None)
+    return said or f"{type(error).__name__}: {one_line(error, 150)}"
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and all that it wraps: as an argument, as urllib3's `reason`, or as what it was raised from."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
+            inner = (*one.args, getattr(one, "reason", None), one.__cause__)
+            waiting += [other for other in inner if isinstance(other, BaseException)]

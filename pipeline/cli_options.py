@@ -321,7 +321,7 @@ class DraftDoctorOptions:
     ] = None
     target: Annotated[str | None, Option("--target", help="With --draft: its target, a folder or hub id.")] = None
     served: Annotated[
-        Path | None, Option("--served", metavar="FILE", help="With --draft: the engine's metrics, as it shows them.")
+        str | None, Option("--served", metavar="FILE", help="With --draft: the engine's metrics, as it shows them.")
     ] = None
     answers: Annotated[
         Path | None,

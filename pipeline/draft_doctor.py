@@ -29,6 +29,7 @@ from ..eval.diagnosis import (
 from ..eval.engine_metrics import AcceptanceMismatch, compare, expected_acceptance
 from ..eval.request_metrics import counters_of
 from ..eval.served_causes import known_causes, shape_of
+from ..masking import masked
 from ..progress import bar
 from ..specdec.diagnosis.reading import Reading, Scene
 from ..specdec.diagnosis.repairs import layout_name, read_files, refusal_of, repaired
@@ -98,7 +99,12 @@ class Examination:
             raise OwnershipError(f"{self._corrected}: exists, and was not written by the doctor; move it away")
         self._served = None
         if options.served is not None:
-            text = storage.read_text(options.served, "--served")
+            if options.served.startswith(("http://", "https://")):
+                raise InputError(
+                    f"--served {masked(options.served)}: must be a file: save a scrape there (curl -s HOST/metrics > "
+                    "FILE)"
+                )
+            text = storage.read_text(Path(options.served), "--served")
             self._served = counters_of(text, f"--served {options.served}")
         self._target = target or Target.load(named_target(options.target))
         self._known_bench = bench

@@ -41,7 +41,7 @@ from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptan
 from ..eval.leaderboard import serving
 from ..eval.request_metrics import DomainOf, counters_of
 from ..eval.summary import describe_mismatch
-from ..http_replies import BearerAuth, UnusableError, bounded_session, read_body
+from ..http_replies import BearerAuth, UnusableError, bounded_session, no_reply_reason, read_body
 from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe
@@ -316,7 +316,7 @@ def _source_text(source: str) -> str:
     except UnusableError as error:
         raise ServedError(f"--served {masked(source)}: {error}") from None
     except requests.RequestException as error:
-        raise ServedError(f"--served {masked(source)}: does not answer ({type(error).__name__})") from None
+        raise ServedError(f"--served {masked(source)}: does not answer ({masked(no_reply_reason(error))})") from None
     except ValueError as error:
         raise InputError(f"--served {masked(source)}: is no address ({error})") from None
 

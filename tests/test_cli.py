@@ -141,7 +141,7 @@ PUSHED = PushOptions(workdir=Path("w"), base_model="a/b", license="mit", private
         (
             "doctor --draft d --target t --served m.txt --answers a.jsonl --json",
             "examine",
-            (DraftDoctorOptions(draft=Path("d"), target="t", served=Path("m.txt"), answers=Path("a.jsonl")), True),
+            (DraftDoctorOptions(draft=Path("d"), target="t", served="m.txt", answers=Path("a.jsonl")), True),
         ),
         ("try one two --target t", "try", (["one", "two"], None, "t")),
         ("try --prompts p.txt", "try", ([], Path("p.txt"), TARGET)),

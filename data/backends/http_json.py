@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import requests
 
 from ...errors import DraftforgeError, EngineError, InputError, one_line
-from ...http_replies import BearerAuth, UnusableError, bounded_session, read_body
+from ...http_replies import BearerAuth, UnusableError, bounded_session, no_reply_reason, read_body
 from ...storage import parse_json
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class JsonServer:
         except UnusableError as error:
             raise _RetryableError(f"unusable reply ({error})") from None
         except requests.RequestException as error:
-            raise _RetryableError(f"no reply ({type(error).__name__}: {one_line(error, 150)})") from None
+            raise _RetryableError(f"no reply ({no_reply_reason(error)})") from None
 
         # 2) Its status.
         status = reply.status_code

@@ -150,7 +150,7 @@ def test_low_served_counters_of_a_healthy_draft_are_the_engines_fault(
     trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
 ) -> None:
     draft = trained_drafts.draft_folders["eagle3-reduced"]
-    low = examined(draft, answering, answers, served=served(tmp_path, 4000, (400, 40, 4)))
+    low = examined(draft, answering, answers, served=str(served(tmp_path, 4000, (400, 40, 4))))
     assert low.verdict == "engine" and low.served is not None and low.served["shape"] == "all"
     assert any("captures other layers" in one["cause"] for one in low.served["causes"])
 
@@ -162,9 +162,13 @@ def test_what_cannot_be_examined_is_one_line(trained_drafts: Trained, answering:
     with pytest.raises(InputError, match="--draft and --target: both"):
         Examination(DraftDoctorOptions(draft=draft))
     with pytest.raises(MissingFileError, match=r"--served .*: no such file"):
-        examined(draft, answering, tmp_path, served=tmp_path / "none")
+        examined(draft, answering, tmp_path, served=str(tmp_path / "none"))
+    with pytest.raises(
+        InputError, match=r"^--served http://gpu-7:8000/metrics: must be a file: save a scrape there \(cur"
+    ):
+        examined(draft, answering, tmp_path, served="http://gpu-7:8000/metrics")
     (tmp_path / "ids.jsonl").write_text('{"prompt_ids": [1, 999999]}\n')
-    with pytest.raises(InputError, match="line 1: prompt_ids and answer_ids must be ids"):
+    with pytest.raises(InputError, match=r"ids\.jsonl:1: prompt_ids and answer_ids must be ids"):
         examined(draft, answering, tmp_path / "ids.jsonl")
 
 

@@ -1,6 +1,7 @@
 """Hostile replies of a server: without end, trickling, unpacking to gigabytes, nested deeper than a parser goes."""
 
 import gzip
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -89,7 +90,7 @@ def test_a_reply_without_end_is_not_read_on(serve: Serve, packed: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("write", [trickling, trickling_headers])
 def test_a_reply_that_trickles_ends_with_its_time(serve: Serve, write: Write) -> None:
-    with pytest.raises(EngineError, match=r"no reply .*Read timed out"):
+    with pytest.raises(EngineError, match=r"no reply \(timed out\) \(1 tries\)"):
         asked(serve(write, {}), seconds=0.5)
 
 
@@ -108,6 +109,54 @@ def test_a_download_has_more_time_by_its_size(serve: Serve) -> None:
         extend_time(reply, 0.3)
         with pytest.raises(requests.ConnectionError, match="timed out"):
             read_body(reply, 1000)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (None, "connection refused"),
+        (socket.gaierror(-2, "Name or service not known"), "unknown host"),
+        (TimeoutError(), "timed out"),
+        (OSError(113, "No route to host"), "No route to host"),
+    ],
+)
+def test_no_connection_is_told_in_a_few_words(
+    error: OSError | None, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*given: Any, **options: Any) -> Any:
+        assert error is not None
+        raise error
+
+    if error is not None:
+        monkeypatch.setattr(socket, "getaddrinfo", fails)
+    with pytest.raises(
+        EngineError, match=rf"^capture\.backend\.url: 127\.0\.0\.1:9: no reply \({says}\) \(1 tries\); the"
+    ):
+        asked("http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"), [(b"", "connection lost"), (b"Content-Length: 9\r\n\r\n{", "connection lost")]
+)
+def test_a_lost_connection_is_told_in_a_few_words(sent: bytes, says: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            with listening.accept()[0] as peer:
+                peer.recv(1000)
+                peer.sendall(b"HTTP/1.1 200 OK\r\n" * bool(sent) + sent)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(EngineError, match=rf"no reply \({says}\)"):
+            asked(f"http://127.0.0.1:{listening.getsockname()[1]}")
+
+
+def test_a_server_that_says_nothing_timed_out() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        pytest.raises(EngineError, match=r"no reply \(timed out\)"),
+    ):
+        asked(f"http://127.0.0.1:{listening.getsockname()[1]}", seconds=0.05)
 
 
 def test_a_deep_reply_is_unusable(serve: Serve) -> None:

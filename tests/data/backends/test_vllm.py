@@ -137,7 +137,9 @@ def test_a_server_that_stays_broken_ends_it_and_the_same_command_goes_on(
 def test_a_server_that_is_gone_is_said(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_json, "FIRST_WAIT_SECONDS", 0.01)
     settings = SETTINGS.model_copy(update={"backend": VllmBackend(kind="vllm", url="http://127.0.0.1:9", retries=1)})
-    with pytest.raises(EngineError, match=r"capture\.backend\.url: 127\.0\.0\.1:9: no reply .*\(2 tries\)"):
+    with pytest.raises(
+        EngineError, match=r"capture\.backend\.url: 127\.0\.0\.1:9: no reply \(connection refused\) \(2 tries\)"
+    ):
         capture_conversations(target, MIX, settings, SCORED, tmp_path / "capture")
 
 
