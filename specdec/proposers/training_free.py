@@ -10,21 +10,15 @@ if TYPE_CHECKING:
     from ..models import CausalModel
     from .base import Proposer
     from .cascade import Helper
-    from .prompt_lookup import LookupHelper, PromptLookup
+    from .prompt_lookup import PromptLookup
 
 LOOKUP = "lookup"
 
 
-def _lookup(target: "CausalModel") -> "PromptLookup":
+def _lookup(target: "CausalModel | None" = None) -> "PromptLookup":
     from .prompt_lookup import PromptLookup
 
     return PromptLookup()
-
-
-def _lookup_helper() -> "LookupHelper":
-    from .prompt_lookup import LookupHelper
-
-    return LookupHelper()
 
 
 def _suffix(target: "CausalModel") -> "Proposer":
@@ -53,5 +47,5 @@ TRAINING_FREE: dict[str, Callable[["CausalModel"], "Proposer"]] = {
 }
 """Makes a proposer of that name for a target."""
 
-HELPERS: dict[str, Callable[[], "Helper"]] = {LOOKUP: _lookup_helper}
+HELPERS: dict[str, Callable[[], "Helper"]] = {LOOKUP: _lookup}
 """Makes a helper of that name for a small draft (cascade.py)."""
