@@ -371,6 +371,8 @@ class _Probe:
             kept.append(burst.steady or [self._unsteady(burst, size, context)])
         # 4) Their seconds: medians, as somebody may disturb some; but the mean where plain rounds are among them.
         every = [one for burst in kept for one in burst]
+        for one in every:
+            self._check_counted(one.rounds, one.round_seconds, "rounds")
         rounds, drafts = sum(one.rounds for one in every), sum(one.drafts for one in every)
         drafted = sum(one.drafted for one in every) / drafts if drafts else 0.0
         bursts = [statistics.median(one.round_seconds / one.rounds for one in burst) for burst in kept]
@@ -386,7 +388,13 @@ class _Probe:
             asked = self._client.begin([prompt], 2, self._settings.sampling[0])
             asked[0].result()
             found.append(self._settled(before, 1))
+            self._check_counted(1, min(found[-1].prefill_seconds, found[-1].inference_seconds), "prompts")
         return found[1:]
+
+    def _check_counted(self, count: float, seconds: float, what: str) -> None:
+        """Raise EngineError where a server answers, and counts no time or less than a nanosecond for it."""
+        if not seconds > 1e-9 * count > 0:
+            raise EngineError(f"{self._client.name}: counts {seconds:g} s for {count:g} {what} that it answered")
 
     def _prompts(self, count: int, length: int) -> list[list[int]]:
         """Prompts of a length, each of its own text."""

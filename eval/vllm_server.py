@@ -9,11 +9,12 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from ..http_replies import UnusableError, bounded_session
 from ..progress import say
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.serve_commands import ServeCommand
-from .engine_metrics import samples_by_name, total
+from .engine_metrics import MOST_COUNT, samples_by_name, total
 
 MODEL = "served"
 """Name of the target in requests to a server that was started here."""
@@ -39,6 +40,10 @@ _GREEDY = SamplingSettings()
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
 _VERSION_SCRIPT = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
 _VERSION_SECONDS = 120.0
+_TIED_SCRIPT = """import ctypes, os, signal, sys
+sys.platform == "linux" and ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execvp(sys.argv[1], sys.argv[1:])"""
+"""Starts a command that gets SIGTERM where this process is killed: nobody else would stop it (PR_SET_PDEATHSIG)."""
 
 
 # --- a server's process ---
@@ -91,7 +96,9 @@ class VllmLauncher:
     def environment(self) -> dict[str, str]:
         """This process's environment, without its own packages."""
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        kept |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", **self.variables}
+        # Safe path: no module is taken from the current folder, which may hold files of strangers.
+        kept |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+        kept |= self.variables
         return kept | ({"PYTHONPATH": str(self.site.resolve())} if self.site else {})
 
     @contextmanager
@@ -104,7 +111,7 @@ class VllmLauncher:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as stream:
             process = subprocess.Popen(
-                self.words(command, dtype, str(port)),
+                [sys.executable, "-I", "-S", "-c", _TIED_SCRIPT, *self.words(command, dtype, str(port))],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
@@ -151,7 +158,7 @@ def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a server: its whole process group, asked first and killed where it does not go."""
+    """Stop a server: its whole process group, asked first and killed where it does not go, or who waits is stopped."""
     for sent, seconds in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, _STOP_SECONDS)):
         until = time.monotonic() + seconds
         try:
@@ -162,6 +169,10 @@ def stop(process: subprocess.Popen[bytes]) -> None:
                 time.sleep(0.05)
         except ProcessLookupError:
             return
+        except BaseException:  # a second Ctrl-C
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
     say(f"a process of group {process.pid} is still there after {2 * _STOP_SECONDS:g} s")
 
 
@@ -218,7 +229,8 @@ class EngineReading(NamedTuple):
 
 
 def read_engine(text: str, source: str) -> EngineReading:
-    """Counters in a server's metrics. Raises InputError, naming `source`, for those of anything but vLLM."""
+    """Counters in a server's metrics. Raises InputError, naming `source`, for those of anything but vLLM, and for what
+    is no count (NaN, infinite, negative)."""
     found = samples_by_name(text, source)
     names = [
         "num_requests_running",
@@ -239,7 +251,7 @@ def read_engine(text: str, source: str) -> EngineReading:
     running, waiting, first, finished, rounds, seconds, prefill, inference = (
         total(found, f"vllm:{name}") for name in names
     )
-    return EngineReading(
+    reading = EngineReading(
         running=running,
         waiting=waiting,
         engines=len({labels.get("engine") for labels, _ in found["vllm:num_requests_running"]}),
@@ -253,6 +265,10 @@ def read_engine(text: str, source: str) -> EngineReading:
         drafts=total(found, "vllm:spec_decode_num_drafts_total"),
         drafted=total(found, "vllm:spec_decode_num_draft_tokens_total"),
     )
+    odd = next((name for name, value in reading._asdict().items() if not 0 <= value < MOST_COUNT), None)
+    if odd is not None:
+        raise InputError(f"{source}: {odd.replace('_', ' ')}: {getattr(reading, odd):g}: must be a count or seconds")
+    return reading
 
 
 class VllmClient:

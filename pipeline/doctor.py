@@ -185,7 +185,7 @@ def check_engine(gpus: list[Gpu], deepspeed: str | None) -> Check:
     if deepspeed is None:
         return Check("engine", "FAIL", "DeepSpeed is missing and CUDA is there", "pip install 'draftforge[deepspeed]'")
     # In a process of its own: its import may compile, print, or end the process.
-    load = [sys.executable, "-c", "import deepspeed"]
+    load = [sys.executable, "-P", "-c", "import deepspeed"]
     done = subprocess.run(load, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]

@@ -85,7 +85,7 @@ def init(log: Path, target: str, out: Path) -> None:
     source = source.model_copy(update={"skip_invalid": facts.counts.skipped > 0})
     # 2) The recipe. It is loaded before it is written: what does not load is a defect here.
     lines = _lines(out, log, settings.model, source, facts, of_target)
-    text = "".join(f"{_spelt_out(line) if line[0] == '#' else line}\n" for line in lines)
+    text = "".join(f"{_spelt_out(line) if line.startswith('#') else line}\n" for line in lines)
     with tempfile.TemporaryDirectory() as beside:
         storage.write_bytes(Path(beside) / out.name, text.encode())
         load_recipe(Path(beside) / out.name)

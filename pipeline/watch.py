@@ -97,7 +97,8 @@ def seconds_of(text: str, option: str) -> float:
 
 def retrain_command(arguments: Sequence[str]) -> Start:
     """Starter of retrainings with these arguments, each in a new process of this interpreter."""
-    command = [sys.executable, "-m", "draftforge.cli", "retrain", *arguments]
+    # -P: no module is taken from the current folder, which may hold files of strangers.
+    command = [sys.executable, "-P", "-m", "draftforge.cli", "retrain", *arguments]
     return lambda: subprocess.Popen(command)
 
 

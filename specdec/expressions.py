@@ -110,6 +110,8 @@ def _growth(part: Mapping[str, Any]) -> int:
     content, table = part.get("content"), part.get("precompiled_charsmap")
     if isinstance(content, str) and "pattern" in part:
         return len(content)
+    if isinstance(begin := part.get("prepend"), str):
+        return len(begin)
     if isinstance(table, str):
         raw = base64.b64decode(table)
         texts = raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")

@@ -16,7 +16,7 @@ from simulated_engine import SimulatedServers
 from trained import Trained
 
 from draftforge import fingerprint
-from draftforge.errors import DraftforgeError, InputError
+from draftforge.errors import DraftforgeError, EngineError, InputError
 from draftforge.eval import engine_costs
 from draftforge.eval.cost_measurement import Grid
 from draftforge.eval.cost_table import CostKey, CostTable, timed_rule
@@ -72,6 +72,16 @@ def measured(servers: SimulatedServers, family: str = "eagle3") -> CostTable:
         with servers.drafting(draft, K, timed_rule(SPEC, SETTINGS)) as client:
             table = measurement.with_draft(table, client, K, family)
     return table.model_copy(update={"key": KEY})
+
+
+@pytest.mark.parametrize("counted", [{"rounds": 0.0}, {"round_seconds": 0.0}, {"prefill_seconds": 0.0}])
+def test_a_server_that_counts_no_time_is_refused(counted: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = SimulatedServers(round_seconds, prompt_seconds)
+    with servers.plain() as client:
+        read = client.read
+        monkeypatch.setattr(client, "read", lambda: read()._replace(**counted))
+        with pytest.raises(EngineError, match=r"counts .* s for .* that it answered$"):
+            EngineMeasurement(PROMPTS, SETTINGS, GRID, ROOM).plain(client, plain_key(KEY))
 
 
 def test_planted_times_are_recovered() -> None:

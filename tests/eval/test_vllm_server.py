@@ -1,8 +1,13 @@
 """Requests to a vLLM server and its counters, over HTTP; an environment of vLLM, by its Python."""
 
 import json
+import math
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,8 @@ from simulated_engine import SimulatedEngine
 
 from draftforge.data.backends.http_json import RefusedError
 from draftforge.errors import EngineError, InputError, named
-from draftforge.eval.vllm_server import EngineReading, VllmClient, VllmLauncher, read_engine
+from draftforge.eval import vllm_server
+from draftforge.eval.vllm_server import EngineReading, VllmClient, VllmLauncher, read_engine, stop
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.serve_commands import plain_command
 from draftforge.specdec.target_settings import TargetSettings
@@ -162,6 +168,14 @@ def test_counters_that_went_backwards_are_another_engines() -> None:
     assert (two.engines, two.rounds, two.waiting) == (2, 80, 4)
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e308])
+def test_what_is_no_count_is_refused(value: float) -> None:
+    usual = EngineReading(1, 2, 1, 3, 2, 0, 40, 4.0, 5.0, 6.0, 40, 80)
+    for name in set(EngineReading._fields) - {"engines"}:
+        with pytest.raises(InputError, match=f"^m: {name.replace('_', ' ')}: .*must be a count or seconds"):
+            read_engine(metrics_text(usual._replace(**{name: value})), "m")
+
+
 def launcher(folder: Path, script: str) -> VllmLauncher:
     python = folder / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
@@ -179,6 +193,41 @@ def test_the_version_is_that_of_the_environment(tmp_path: Path) -> None:
             launcher(tmp_path, script).version()
     with pytest.raises(InputError, match="nowhere: must be the Python of vLLM's environment"):
         VllmLauncher(Path("/nowhere"), [], 1.0).version()
+
+
+def test_no_module_is_taken_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("csv", "email", "pathlib"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a module of the folder')")
+    with suppress(InputError):
+        VllmLauncher(Path(sys.executable), [], 1.0).version()
+    assert not (tmp_path / "__pycache__").exists()
+
+
+def test_a_second_interrupt_kills_a_server_that_does_not_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    stubborn = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"]
+    process = subprocess.Popen(stubborn, start_new_session=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(vllm_server.time, "sleep", interrupted)
+        stop(process)
+    assert process.wait(30) == -signal.SIGKILL
+    process.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process tells its children of its end on Linux alone")
+def test_a_server_ends_with_the_process_that_started_it() -> None:
+    script = f"""import os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-I", "-S", "-c", {vllm_server._TIED_SCRIPT!r}, "sh", "-c",
+                          "echo ready >&2; exec sleep 60"], start_new_session=True, stderr=subprocess.PIPE)
+child.stderr.readline()
+os.kill(os.getpid(), 9)"""
+    # Its output is at an end once nobody holds it: the child neither.
+    subprocess.run([sys.executable, "-I", "-S", "-c", script], stdout=subprocess.PIPE, timeout=30, check=False)
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path) -> None:

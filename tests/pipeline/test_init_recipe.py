@@ -193,3 +193,11 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path, tiny_target_folder: Path
     with pytest.raises(OwnershipError, match=r"recipe\.yaml: exists"):
         init(tmp_path / "turns.log", str(tiny_target_folder), out)
     assert out.read_text() == "mine"
+
+
+def test_a_log_whose_name_has_lines_of_its_own_stays_one_path(tmp_path: Path, tiny_target_folder: Path) -> None:
+    write_log(tmp_path, "openai", REQUESTS)
+    log = (tmp_path / "openai.log").rename(tmp_path / "a\n\nname: other.log")
+    recipe = made(tmp_path, log, tiny_target_folder)
+    (source,) = recipe.mix.sources
+    assert recipe.name == "a-name-other" and source.path == str(log)

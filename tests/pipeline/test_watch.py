@@ -404,3 +404,14 @@ def test_a_taken_port_is_one_line(server: Server) -> None:
     said = rf"--webhook {server.port}: cannot listen on 127.0.0.1:{server.port} \("
     with pytest.raises(InputError, match=said), listening(server.receiver, "127.0.0.1", server.port):
         pass
+
+
+def test_a_retraining_takes_no_module_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(watching.subprocess, "Popen", started.append)
+        watching.retrain_command(["recipe.yaml"])()
+    (tmp_path / "draftforge.py").write_text("print('a module of the folder')")
+    python = [*started[0][: started[0].index("-m")], "-c", "import draftforge; print('the package')"]
+    done = subprocess.check_output(python, cwd=tmp_path, text=True)
+    assert done == "the package\n"

@@ -101,6 +101,7 @@ def test_a_tokenizer_that_makes_long_texts_of_short_ones_is_refused_before_it_is
                 {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 9}},
                 {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}] * 3}},
                 {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap("b" * 300)}},
+                {"normalizer": {"type": "Prepend", "prepend": "a" * 300}},
                 {"post_processor": around([TEXT] * 300)},
                 {"post_processor": around([{"SpecialToken": {"id": "x", "type_id": 0}}] * 20 + [TEXT])},
             )
