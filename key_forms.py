@@ -18,7 +18,8 @@ def any_of(*words: str, before: str = "") -> str:
 
 KEY = any_of(
     *(rf"{first}k[-_](?=[\w-]*\d)[\w-]{{16,}}" for first in "spr"),  # model and payment services
-    *(r"gh[pousr]_\w{20,}", r"github_pat_\w{20,}", r"glpat-[\w-]{16,}", r"hf_\w{16,}", r"npm_\w{20,}"),
+    *(r"gh[pousr]_\w{20,}", r"github_pat_\w{20,}", r"glpat-[\w-]{16,}"),
+    *(r"hf_[a-zA-Z0-9]{16,}", r"npm_[a-zA-Z0-9]{20,}"),  # identifiers of code go on behind a `_`
     *(r"pypi-[\w-]{16,}", r"xox[abeoprs]-[\w-]{10,}", r"A(?:KIA|SIA)[0-9A-Z]{16}", r"AIza[\w-]{30,}"),
     *(r"ya29\.[\w-]{20,}", r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"),  # the last: signed web tokens
     *(r"xai-\w{40,}", r"pplx-\w{32,}", r"nvapi-[\w-]{40,}", r"tvly-(?:\w{2,8}-)?\w{24,}", r"csk-\w{40,}"),
@@ -31,10 +32,10 @@ KEY = any_of(
     *(r"key-[0-9a-f]{32}", r"pul-[0-9a-f]{40}", r"rubygems_[0-9a-f]{48}", r"LTAI[a-zA-Z0-9]{20}"),
     *(r"shippo_(?:live|test)_[0-9a-f]{40}", r"dp\.(?:pt|st|ct|sa|scim|audit)\.\w{40,}"),
     *(r"gsk_\w{40,}", r"r8_\w{30,}", r"pcsk_\w{40,}", r"wandb_v1_\w{30,}", r"ABSK\w{60,}", r"AQ\.[\w-]{40,}"),
-    *(r"sb_secret_\w{24,}", r"lin_api_\w{32,}", r"figd_[\w-]{32,}", r"ntn_\w{40,}", r"phx_\w{32,}", r"glsa_\w{32,}"),
+    *(r"sb_secret_\w{24,}", r"lin_api_\w{32,}", r"figd_[\w-]{32,}", r"ntn_\w{40,}", r"phx_[a-zA-Z0-9]{32,}"),
+    *(r"glsa_\w{32,}", r"squ_[0-9a-f]{40}"),
     *(r"tskey-[a-z]{2,12}-[\w-]{20,}", r"sgp_\w{40,}", r"bkua_[0-9a-f]{40}", r"dt0c01\.[A-Z0-9]{24}\.[A-Z0-9]{64}"),
     *(
-        r"squ_[0-9a-f]{40}",
         r"AVNS_[\w-]{16,}",
         r"ATATT3[\w-]{60,}",
         r"hvb\.[\w-]{24,}",

@@ -66,7 +66,7 @@ _RULES = [
     (r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY-----[\w\s+/=:,.\\-]*", MASK),
     (
         r"(?<![\w-])(?:(?:sk|rk)[-_](?=[\w-]{0,256}\d)[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}"
-        r"|glpat-[\w-]{16,}|hf_\w{16,}|xox[abeoprs]-[\w-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}"
+        r"|glpat-[\w-]{16,}|hf_[a-z0-9]{16,}|xox[abeoprs]-[\w-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{30,}"
         r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*)",
         MASK,
     ),

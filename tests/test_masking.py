@@ -57,6 +57,7 @@ def test_secrets_are_masked(text: str, shown: str) -> None:
         "basic functionality of bearer tokens",
         "docker run -u 1000:1000 --user '0:0' i; python -u pkg.mod:main; /usr/bin/python3.12 -u pkg.mod:main",
         "python -u train.py --user ann --cookie-jar jar, -b main, cookie: none, -u http://h/x",
+        "npm_config_registry_mirror_url and hf_transfer_enable_fast_mode",
     ],
 )
 def test_what_errors_say_stays(text: str) -> None:

@@ -79,7 +79,7 @@ def test_a_server_that_counts_no_time_is_refused(counted: dict[str, float], monk
     servers = SimulatedServers(round_seconds, prompt_seconds)
     with servers.plain() as client:
         read = client.read
-        monkeypatch.setattr(client, "read", lambda: read()._replace(**counted))
+        monkeypatch.setattr(client, "read", lambda: read()._replace(**counted))  # type: ignore[arg-type]
         with pytest.raises(EngineError, match=r"counts .* s for .* that it answered$"):
             EngineMeasurement(PROMPTS, SETTINGS, GRID, ROOM).plain(client, plain_key(KEY))
 

@@ -173,7 +173,7 @@ def test_what_is_no_count_is_refused(value: float) -> None:
     usual = EngineReading(1, 2, 1, 3, 2, 0, 40, 4.0, 5.0, 6.0, 40, 80)
     for name in set(EngineReading._fields) - {"engines"}:
         with pytest.raises(InputError, match=f"^m: {name.replace('_', ' ')}: .*must be a count or seconds"):
-            read_engine(metrics_text(usual._replace(**{name: value})), "m")
+            read_engine(metrics_text(usual._replace(**{name: value})), "m")  # type: ignore[arg-type]
 
 
 def launcher(folder: Path, script: str) -> VllmLauncher:

@@ -200,4 +200,4 @@ def test_a_log_whose_name_has_lines_of_its_own_stays_one_path(tmp_path: Path, ti
     log = (tmp_path / "openai.log").rename(tmp_path / "a\n\nname: other.log")
     recipe = made(tmp_path, log, tiny_target_folder)
     (source,) = recipe.mix.sources
-    assert recipe.name == "a-name-other" and source.path == str(log)
+    assert source.kind == "openai" and source.path == str(log) and recipe.name == "a-name-other"
