@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError
 from ..storage import parse_json, size_text, size_unit
+from .logs.containers import CRI_LINE
 from .read_limits import LEAST_ROW_BYTES, USUAL, CountedStream, Limits, TooLargeError, memory_within, rows_within
 
 _PACKED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
@@ -197,7 +198,7 @@ def require_file(path: Path) -> Path:
 
 def text_lines(paths: Sequence[Path], title: str, limits: Limits = USUAL) -> Iterator[Item]:
     """Yield the lines that are not blank, as text without line ends."""
-    return _items(paths, title, limits, lambda file: (file.item(where, line, _text) for where, line in _lines(file)))
+    return _items(paths, title, limits, lambda file: (file.item(*line, _log_line) for line in _lines(file)))
 
 
 def prompt_lines(
@@ -367,6 +368,13 @@ def _text(line: bytes, where: str) -> str:
     if b"\0" in line:
         raise InputError(f"{where}: holds NUL bytes; must be text in UTF-8")
     return _utf8(line, where).rstrip("\r\n")
+
+
+def _log_line(line: bytes, where: str) -> str:
+    """Text of a log's line; bytes of a character that Kubernetes cut are escaped until its pieces are joined."""
+    if CRI_LINE.match(line) and b"\0" not in line:
+        return line.decode(errors="surrogateescape").rstrip("\r\n")
+    return _text(line, where)
 
 
 def _prompt(line: bytes, where: str) -> dict[str, str]:

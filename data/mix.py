@@ -42,7 +42,7 @@ from .split import require_every_split, split_of
 from .stratify import KEYS, SOURCE, Column, Margin, choose, half_lives, largest_size, rake_weights
 from .workers import Workers
 
-FORMAT = 8
+FORMAT = 9
 CONVERSATIONS, ORIGINS, MEMBERS = "conversations.parquet", "origins.parquet", "members.parquet"
 LOG, SERVED, MANIFEST = "log.parquet", "served.parquet", "manifest.json"
 CONTINUED, NEAR_COPY = "continued by a longer one", "near-copy"

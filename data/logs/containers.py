@@ -1,4 +1,8 @@
-"""Log lines of container runtimes: Docker's JSON files and Kubernetes' text (CRI), both of which cut long lines."""
+"""Log lines of container runtimes: Docker's JSON files and Kubernetes' text (CRI), both of which cut long lines.
+
+They cut at a number of bytes, so within characters. Kubernetes' pieces hold the bytes as they were; in Docker's the
+halves of a character are replaced, and nothing tells which one it was.
+"""
 
 import re
 from typing import Any, NamedTuple
@@ -8,6 +12,9 @@ from ...storage import parse_json, size_text
 from ..read_limits import LONGEST_LINE_BYTES
 
 _CRI = re.compile(r"(\d{4}-\d\d-\d\dT\S+) (stdout|stderr) ([PF])(?::\S+)? ")
+CRI_LINE = re.compile(_CRI.pattern.encode())
+"""The same in bytes, which may not be text before they are joined."""
+_LOST = "\ufffd"
 
 
 class LogLine(NamedTuple):
@@ -18,6 +25,8 @@ class LogLine(NamedTuple):
     text: str
     stamp: Any
     """Time that the runtime wrote beside it; None: the line has no envelope."""
+    is_cut: bool = False
+    """Whether it ends where Docker cut it within a character."""
 
 
 class ContainerLines:
@@ -27,7 +36,10 @@ class ContainerLines:
         self._begun: dict[tuple[str, str], LogLine] = {}
 
     def whole(self, value: str, where: str, server: str) -> LogLine | None:
-        """The line that this one ends, without its envelope; None: it goes on. Raises InputError for an endless one."""
+        """The line that this one ends, without its envelope; None: it goes on.
+
+        Raises InputError for an endless one and for what is no UTF-8.
+        """
         # 1) The envelope: the stream, the time, and whether the line ends here.
         stream, text, stamp, ends = "", value, None, True
         if cri := _CRI.match(value):
@@ -39,15 +51,26 @@ class ContainerLines:
                 stream, stamp = line["stream"], line.get("time")
                 text, ends = line["log"].rstrip("\n"), line["log"].endswith("\n")
 
-        # 2) The pieces before it.
+        # 2) The pieces before it, up to half a character of Docker's.
         begun = self._begun.pop((server, stream), None) if stream else None
-        found = LogLine(where, text, stamp) if begun is None else begun._replace(text=begun.text + text)
+        found = LogLine(where, text, stamp)
+        if begun is not None:
+            is_cut = cri is None and begun.text.endswith(_LOST)
+            found = begun._replace(is_cut=True) if is_cut else begun._replace(text=begun.text + text)
         if len(found.text) > LONGEST_LINE_BYTES:
             raise InputError(f"{found.where}: pieces of one line are longer than {size_text(LONGEST_LINE_BYTES)}")
         if not ends:
             self._begun[server, stream] = found
             return None
-        return found
+        return found if cri is None else found._replace(text=_unescaped(found))
+
+
+def _unescaped(line: LogLine) -> str:
+    """Text of a line whose bytes that were no text alone are escaped."""
+    try:
+        return line.text.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        raise InputError(f"{line.where}: not valid UTF-8") from None
 
 
 def _object(text: str) -> dict[str, Any]:

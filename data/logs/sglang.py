@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import InputError
 from ...storage import parse_json
-from .chat import Entry, JoinedLines, Reason, Timing, count, line_of
+from .chat import Entry, JoinedLines, LeftOut, Reason, Timing, count, line_of
 from .containers import ContainerLines
 from .parsing import arguments, fields, is_cut, literal, number, prompt_digest, seconds, unread_reason, unrender
 
@@ -49,6 +49,8 @@ class SglangReader:
         line = self._lines.whole(value, where, server)
         if line is None:
             return
+        if line.is_cut:
+            raise LeftOut(line.where, "text cut by the log")
         if server not in self._with_requests and _is_request(line.text):
             self._with_requests.add(server)
         yield _Line(line.where, server, line.text, server in self._with_requests)

@@ -87,8 +87,8 @@ class _Request:
         return Entry(self.where, line, None, timing, dated=self.dated, pieces=rendered.pieces)
 
     def _is_cut(self) -> bool:
-        """Whether a line that shows it does not end as vLLM ends all of these: an adapter may have stood behind."""
-        return any(not line.rstrip().endswith(".") for line in self.received)
+        """Whether the line of its settings is missing, or one does not end as vLLM ends it: an adapter may be there."""
+        return not self.has_params or any(not line.rstrip().endswith(".") for line in self.received)
 
     def shown(self) -> dict[str, str]:
         """What its lines show of it by name; of the parts that tell nothing the earlier ones stay."""
@@ -125,7 +125,7 @@ class VllmReader:
         found = None if found is None or _opens(text[: found.start()]) else found
         kind, name, form = found.groups() if found else (None, "", None)
         if found is None or (kind == "Request" and form not in ("details", "failed", "aborted")):
-            yield Entry(where, left_out="other log line")
+            yield Entry(where, left_out="text cut by the log" if line.is_cut else "other log line")
             return
         before = text[: found.start()]
         read = self._read.get(server)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 from datetime import UTC, datetime
 from itertools import permutations
 from pathlib import Path
@@ -114,6 +115,42 @@ def test_long_lines_that_containers_cut_are_joined(tmp_path: Path) -> None:
     assert read_log(write_lines(tmp_path / "pod.log", *pieces), "sglang").talks == [
         [("user", "long " * 50), ("assistant", "Yes")]
     ]
+
+
+@pytest.mark.parametrize("size", [91, 92])
+def test_containers_cut_within_characters(tmp_path: Path, size: int) -> None:
+    """CRI writes the halves of a character as they are, which join; Docker replaces them, so the text is left out."""
+    text, stamp = "\u65e5" * 100, "2026-11-28T10:00:00.5Z"
+    vllm = [*started("c-1", asked(text)), *ended("c-1", "Yes"), *started("c-2", asked("b")), *ended("c-2", "Yes")]
+    sglang = [finished("r1", asked(text)), finished("r2", asked("b"))]
+    path, short = tmp_path / "pod.log", [("user", "b"), ("assistant", "Yes")]
+    for kind, lines in (("vllm", vllm), ("sglang", sglang)):
+        cri, docker = b"", list[str]()
+        for line in map(str.encode, lines):
+            for i in range(0, len(line), size):
+                piece, ends = line[i : i + size], i + size >= len(line)
+                cri += f"{stamp} stdout {'F' if ends else 'P'} ".encode() + piece + b"\n"
+                each = re.sub("[\udc80-\udcff]", "\ufffd", piece.decode(errors="surrogateescape"))
+                docker.append(json.dumps({"log": each + "\n" * ends, "stream": "stdout", "time": stamp}))
+        path.write_bytes(cri)
+        assert read_log(path, kind).talks == [[("user", text), ("assistant", "Yes")], short]
+        read = read_log(write_lines(path, *docker), kind)
+        assert read.talks == [short] and read.counts.left_out["text cut by the log"] == 1
+        assert sum(read.counts.left_out.values()) + 1 == read.counts.read == len(docker)
+
+
+def test_pieces_that_are_no_text_when_joined_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "pod.log"
+    path.write_bytes(b"2026-11-28T10:00:00.5Z stdout P \xe6\x97\n2026-11-28T10:00:00.5Z stdout F a\n")
+    with pytest.raises(InputError, match=r"pod\.log:1: not valid UTF-8"):
+        read_log(path, "vllm")
+
+
+def test_a_vllm_prompt_without_the_line_of_its_settings_is_left_out(tmp_path: Path) -> None:
+    """An adapter may stand in the line that is missing, and the settings do."""
+    lines = [*started("c-1", asked("a"))[:1], *ended("c-1", "Yes"), *started("c-2", asked("b")), *ended("c-2", "No")]
+    read = read_log(write_lines(tmp_path / "v.log", *lines), "vllm")
+    assert read.talks == [[("user", "b"), ("assistant", "No")]] and read.counts.left_out["text cut by the log"] == 1
 
 
 def test_times_of_unlike_kinds_make_no_length(tmp_path: Path) -> None:
