@@ -33,6 +33,7 @@ _LIMITS = re.compile(r"(?:, )?\b(?:max_tokens|seed)=[^,)]*")
 _PROCESS = re.compile(r"\(\w+ pid=\d+\) ")
 _MOST_WAITING = 4096  # a log without outputs never shows that a request ended
 _MOST_PARTED = 4  # requests of one id between whose two lines others may stand
+_MOST_BETWEEN = 5.0  # seconds between the two lines of a request, whose times may be whole seconds
 _LEAP_YEAR = 2000
 _HALF_A_YEAR, _A_YEAR = 183 * 86400.0, 360 * 86400.0
 
@@ -152,7 +153,7 @@ class VllmReader:
         waiting = self._waiting.setdefault((new.server, name), [])
         has = "has_params" if kind == "Received request" else "has_details"
         here = [one for one in waiting if one.process == new.process]
-        request = next((one for one in here[-_MOST_PARTED:] if not getattr(one, has)), None)
+        request = next((one for one in here[-_MOST_PARTED:] if not getattr(one, has) and _at_once(one, new)), None)
         if request is None:
             request = new
             waiting.append(request)
@@ -165,7 +166,7 @@ class VllmReader:
             request.has_details |= rest.startswith("prompt: ")  # older versions write one line
 
         # 2) Of several that wait for their second line nothing tells whose it is, unless all have the same settings.
-        halves = [one for one in here[-_MOST_PARTED:] if one is request or not one.whole]
+        halves = [one for one in here[-_MOST_PARTED:] if one is request or (not one.whole and _at_once(one, new))]
         parted = [one for one in here if one.parted or (len(halves) > 1 and one in halves)]
         for one in parted:
             one.parted = True
@@ -253,6 +254,12 @@ class VllmReader:
         if date and (last is None or date > last):
             self._last[server] = date
         return date
+
+
+def _at_once(one: _Request, other: _Request) -> bool:
+    """Whether lines may be of one request by their times: a process writes both at once. A line that was lost leaves a
+    half, which the next request of its id would complete."""
+    return one.started is None or other.started is None or abs(one.started - other.started) <= _MOST_BETWEEN
 
 
 def _date(year: int, numbers: list[int]) -> datetime | None:

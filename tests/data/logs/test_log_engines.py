@@ -153,6 +153,20 @@ def test_a_vllm_prompt_without_the_line_of_its_settings_is_left_out(tmp_path: Pa
     assert read.talks == [[("user", "b"), ("assistant", "No")]] and read.counts.left_out["text cut by the log"] == 1
 
 
+def test_a_lost_line_shifts_no_settings_between_requests_of_one_vllm_id(tmp_path: Path) -> None:
+    """Without lines of answers nothing ends a request whose prompt was lost, nor one whose settings were."""
+    for lost in (0, 1):
+        each = [
+            started("c", asked(f"{i}"), f"11-28 10:0{i}:00", temperature=i / 10, lora_request="A()" if i == 0 else None)
+            for i in range(4)
+        ]
+        del each[0][lost]
+        read = read_log(write_lines(tmp_path / "v.log", *(line for lines in each for line in lines)), "vllm")
+        asked_at = {record.messages[0].content: record.sampling for record in read.records}
+        assert asked_at == {f"{i}": SamplingSettings(temperature=i / 10) for i in range(1, 4)}
+        assert sum(read.counts.left_out.values()) + 3 == read.counts.read == 7
+
+
 def test_times_of_unlike_kinds_make_no_length(tmp_path: Path) -> None:
     lines = (received("chatcmpl-1"), generated("chatcmpl-1", "2026-11-28T10:00:02Z INFO 11-28 10:00:02"))
     read = read_log(write_lines(tmp_path / "pod.log", *lines), "vllm")
