@@ -39,6 +39,14 @@ class Span(NamedTuple):
     end: float
 
 
+class PartSpan(NamedTuple):
+    """A span in which the host runs one part."""
+
+    start: float
+    end: float
+    part: str
+
+
 def main(out: Path, arguments: list[str]) -> None:
     """Run draftforge with its training loop traced."""
     found: dict[str, Any] = {}
@@ -57,14 +65,14 @@ def main(out: Path, arguments: list[str]) -> None:
         def traced_step(step: OptimizerStep, batches: list[Batch]) -> dict[str, float]:
             nonlocal profiler
             if self.state.step == _FIRST and self.ranks.first:
-                profiler = profile(activities=_activities())
+                profiler = profile(activities=activities())
                 profiler.start()
             values = one_step(step, batches)
             if self.state.step == _FIRST + _STEPS and profiler is not None:
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()
                 profiler.stop()
-                found[self.folder.name] = shares(_events(profiler), _STEPS)
+                found[self.folder.name] = shares(trace_events(profiler), _STEPS)
                 out.write_text(json.dumps(found, indent=1))
                 profiler = None
             return values
@@ -90,8 +98,7 @@ def ranged(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
 def shares(events: Iterable[Event], steps: int) -> dict[str, Any]:
     """Milliseconds of a step by part, on the device and on the host, and the device's shares of the whole time."""
     events = [event for event in events if event.get("ph") == "X"]
-    ranges = [event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(_PREFIX)]
-    inner = _innermost(ranges)
+    inner = innermost(events)
     launched = {
         event["args"]["correlation"]: event["ts"]
         for event in events
@@ -106,10 +113,8 @@ def shares(events: Iterable[Event], steps: int) -> dict[str, Any]:
     for start, end, part in inner:
         host[part] = host.get(part, 0.0) + end - start
     device = {part: sum(end - start for start, end in found) for part, found in spans.items()}
-    begun = min(event["ts"] for event in ranges)
-    ended = max(
-        [event["ts"] + event["dur"] for event in ranges] + [end for found in spans.values() for _, end in found]
-    )
+    begun = inner[0].start
+    ended = max([inner[-1].end] + [end for found in spans.values() for _, end in found])
     everything = covered(span for found in spans.values() for span in found)
     but_collectives = covered(span for part, found in spans.items() if part != COLLECTIVES for span in found)
     device |= {"exposed " + COLLECTIVES: everything - but_collectives, "idle": ended - begun - everything}
@@ -131,18 +136,20 @@ def covered(spans: Iterable[Span]) -> float:
     return total
 
 
-def _innermost(ranges: Iterable[Event]) -> list[tuple[float, float, str]]:
+def innermost(events: Iterable[Event]) -> list[PartSpan]:
     """Runs of time, ascending, with the innermost of the nested ranges there. Ranges are of one thread."""
     edges: list[tuple[float, int, float, str]] = []
-    for event in ranges:
+    for event in events:
+        if event.get("cat") != "user_annotation" or not event["name"].startswith(_PREFIX):
+            continue
         start, length, part = event["ts"], event["dur"], event["name"].removeprefix(_PREFIX)
         edges += [(start, 1, -length, part), (start + length, 0, length, part)]
-    found: list[tuple[float, float, str]] = []
+    found: list[PartSpan] = []
     open_parts: list[str] = []
     since = 0.0
     for at, opens, _, part in sorted(edges):
         if open_parts and at > since:
-            found.append((since, at, open_parts[-1]))
+            found.append(PartSpan(since, at, open_parts[-1]))
         if opens:
             open_parts.append(part)
         else:
@@ -151,25 +158,31 @@ def _innermost(ranges: Iterable[Event]) -> list[tuple[float, float, str]]:
     return found
 
 
-def _part(event: Event, launched: dict[int, float], inner: list[tuple[float, float, str]]) -> str:
+def part_at(at: float, inner: list[PartSpan], other: str = OTHER) -> str:
+    """The part of that time; `other` outside of all ranges."""
+    number = bisect_right(inner, at, key=lambda run: run.start) - 1
+    return inner[number].part if number >= 0 and at <= inner[number].end else other
+
+
+def _part(event: Event, launched: dict[int, float], inner: list[PartSpan]) -> str:
     if "nccl" in event["name"].lower():
         return COLLECTIVES
     if event["cat"] != "kernel":
         return COPIES
-    at = launched.get(event.get("args", {}).get("correlation"), -1.0)
-    number = bisect_right(inner, at, key=lambda run: run[0]) - 1
-    return inner[number][2] if number >= 0 and at <= inner[number][1] else OTHER
+    return part_at(launched.get(event.get("args", {}).get("correlation"), -1.0), inner)
 
 
 def _per_step(microseconds: dict[str, float], steps: int) -> dict[str, float]:
     return {part: round(value / 1000 / steps, 2) for part, value in microseconds.items()}
 
 
-def _activities() -> list[ProfilerActivity]:
+def activities() -> list[ProfilerActivity]:
+    """What to record here: the host, and a GPU where there is one."""
     return [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
 
 
-def _events(profiler: profile) -> list[Event]:
+def trace_events(profiler: profile) -> list[Event]:
+    """Events of a trace that has ended, as Chrome's format has them: times in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))

@@ -15,6 +15,7 @@ from datasets import load_from_disk
 from forked import python, run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from draftforge.specdec.formats import convert_draft
 from draftforge.specdec.formats.speculators import Verifier
@@ -43,6 +44,44 @@ def test_bench_loss_runs_every_objective(capsys: pytest.CaptureFixture[str]) -> 
     shape = {"vocabulary": 60, "hidden": 8, "positions": 12, "steps": 2, "chunk-mib": 1}
     script("bench_loss").main([word for name, value in shape.items() for word in (f"--{name}", str(value))])
     assert capsys.readouterr().out.count("pairs/s") == 8
+
+
+@pytest.mark.slow
+def test_profile_rounds_counts_the_operations_of_each_part_on_a_cpu(tiny_target_folder: Path) -> None:
+    given = ["--target", str(tiny_target_folder), "--batch", "2", "--context", "32", "--rounds", "2", "--host"]
+    found = CliRunner().invoke(script("profile_rounds").app, [*given, "--way", "measured", "--way", "lookup"])
+    assert found.exit_code == 0, found.output
+    shown = [line.split() for line in found.output.splitlines()]
+    assert [line[2:5] for line in shown if line[0] == "batch"] == [
+        ["measured,", "24", "nodes:"],
+        ["lookup,", "4", "nodes:"],
+    ]
+    counted = [line[0] for line in shown if line[2:3] == ["operations"] and float(line[1]) > 1]
+    assert sorted(counted) == ["judge"] * 2 + ["observe"] + ["outside"] * 2 + ["target"] * 2
+    assert sum(line[0] == "host" for line in shown) == 24
+
+
+def test_profile_rounds_gives_kernels_to_the_part_whose_graph_launched_them(capsys: pytest.CaptureFixture[str]) -> None:
+    def event(cat: str, name: str, ts: float, dur: float, launch: int | None = None) -> dict[str, Any]:
+        args = {} if launch is None else {"args": {"correlation": launch}}
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, **args}
+
+    events = [event("user_annotation", "part: draft", 0, 10), event("user_annotation", "part: target", 10, 10)]
+    events += [event("gpu_user_annotation", "part: target", 0, 99), event("cpu_op", "aten::mm", 1, 3)]
+    events += [event("cuda_runtime", "cudaGraphLaunch", 2, 1, 1), event("cuda_runtime", "cudaGraphLaunch", 12, 1, 2)]
+    events += [event("cuda_runtime", "cudaMemcpyAsync", 15, 1, 3), event("cuda_runtime", "cudaEventSynchronize", 21, 9)]
+    events += [event("kernel", "gemm", 11, 6, 1), event("kernel", "norm", 18, 3, 1), event("kernel", "gemm", 22, 12, 1)]
+    events += [event("kernel", "gemm", 40, 24, 2), event("gpu_memcpy", "Memcpy DtoH", 64, 1.2, 3)]
+    script("profile_rounds").show_trace(events, 1)  # of six rounds
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == [
+        "draft 0.5 kernels 3.5 us",
+        "0.3 x 9.00 us gemm",
+        "target 0.2 kernels 4.0 us",
+        "0.2 x 24.00 us gemm",
+        "outside 0.2 kernels 0.2 us",
+        "0.2 x 1.20 us Memcpy DtoH",
+        "launched or waited for: graphs 0.3, single kernels 0.0, copies 0.2, waits 0.2",
+    ]
 
 
 @pytest.mark.slow
