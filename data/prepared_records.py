@@ -91,6 +91,10 @@ class Preparer:
     def _prepared_outcome(self, one: Outcome[Record]) -> Outcome[Prepared]:
         try:
             return one.with_record(None if one.record is None else self.prepared(one.record))
+        except UnicodeEncodeError:
+            # Tools, template arguments and calls are hashed as they are printed, where half a character is six.
+            broken = f"{one.where}: holds text that is not valid Unicode"
+            return Outcome(one.where, broken=broken, domain=one.domain, timing=one.timing)
         except InputError as error:
             return Outcome(one.where, broken=str(error), domain=one.domain, timing=one.timing)
 

@@ -36,6 +36,7 @@ MODEL = "served"
 _LOOPBACK = "127.0.0.1"
 _HEALTH_SECONDS, _ENDING_SECONDS, _STOP_SECONDS = 2.0, 5.0, 30.0
 _MOST_REPLY_BYTES = 64 << 20
+_LONGEST_NAME = 512
 _GREEDY = SamplingSettings()
 _ERROR = re.compile(r"\b\w*(?:Error|Exception): .+")
 _VERSION_SCRIPT = "import importlib.metadata as m; print(m.version(m.packages_distributions()['vllm'][0]))"
@@ -286,12 +287,12 @@ class VllmClient:
     @cached_property
     def model(self) -> str:
         """The server's name of the target: of several (adapters) the first."""
-        return self._given or self._server.get("/v1/models", lambda reply: str(reply["data"][0]["id"]))
+        return self._given or self._server.get("/v1/models", lambda reply: _name(reply["data"][0]["id"]))
 
     def version(self) -> str:
         """The engine with its version; without one where a proxy hides it."""
         try:
-            return self._server.get("/version", lambda reply: f"vLLM {reply['version']}")
+            return self._server.get("/version", lambda reply: f"vLLM {_name(reply['version'])}")
         except RefusedError:
             return "vLLM"
 
@@ -329,6 +330,13 @@ class VllmClient:
     def read(self) -> EngineReading:
         """The server's counters."""
         return read_engine(self.metrics(), f"{self.name}/metrics")
+
+
+def _name(value: Any) -> str:
+    """A name in a reply, which is kept and shown: a short text. Raises UnusableError for anything else."""
+    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_NAME or not value.isprintable():
+        raise UnusableError(f"a name of the server must be a text of {_LONGEST_NAME} printable characters at most")
+    return value
 
 
 def _resolve(found: Future[list[int]], ask: Callable[[], list[int]]) -> None:

@@ -264,6 +264,24 @@ def test_unicode_prompts_count_as_input_errors_not_crashes(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    "beside",
+    [
+        '"tools": [{"type": "function", "function": {"name": "f", "description": "\\ud83d"}}]',
+        '"chat_template_kwargs": {"a": "\\ud83d"}',
+        '"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}}]',
+    ],
+)
+def test_half_a_character_anywhere_in_a_request_is_a_broken_line(beside: str, tmp_path: Path) -> None:
+    call = '{"role": "assistant", "content": "b", %s}, {"role": "user", "content": "c"}' % beside
+    messages = '{"role": "user", "content": "a"}' + (f", {call}" if "tool_calls" in beside else "")
+    more = "" if "tool_calls" in beside else f", {beside}"
+    (tmp_path / "log.jsonl").write_text('{"messages": [%s], "domain": "d"%s}\n' % (messages, more))
+    settings = MixSettings.model_validate({"sources": [{"kind": "messages", "path": "log.jsonl"}]})
+    with pytest.raises(InputError, match=r"log\.jsonl:1: holds text that is not valid Unicode"):
+        build_mix(settings, tmp_path, tmp_path / "mix")
+
+
+@pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"contamination": ["none.jsonl"]}, r"^mix\.contamination\[0\]: .*none\.jsonl: no such file$"),

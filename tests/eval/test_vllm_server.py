@@ -154,6 +154,10 @@ def test_a_server_that_fails_or_goes_elsewhere_is_one_line(served: tuple[Served,
     with pytest.raises(EngineError, match=f"{where}: unusable reply .*1 tokens, 2 were asked for"):
         client.answer([1], 2)
     assert VllmClient("f", url, model="m").model == "m"
+    for odd in ("", "\ud800", "\n", "a" * 513, {"a": 1}):
+        state.replies["/version"] = 200, json.dumps({"version": odd})
+        with pytest.raises(EngineError, match="unusable reply .*a name of the server must be"):
+            client.version()
     state.replies["/version"] = 404, ""
     assert client.version() == "vLLM"
 
