@@ -50,7 +50,8 @@ class Traffic:
         self.untimed += started is None or ended is None
         self.started.append(math.nan if started is None else started)
         self.ended.append(math.nan if ended is None else ended)
-        self.replica.append(self.names.setdefault(replica or UNNAMED, len(self.names)))
+        name = (replica or UNNAMED).encode(errors="backslashreplace").decode()  # half a character is no text of a file
+        self.replica.append(self.names.setdefault(name, len(self.names)))
         self.prompt_tokens.append(_NOT_COUNTED if prompt_tokens is None else prompt_tokens)
         self.answer_tokens.append(_NOT_COUNTED if answer_tokens is None else answer_tokens)
 

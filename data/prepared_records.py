@@ -103,11 +103,13 @@ class Preparer:
         return (self._shown(outcome) for unit in units for outcome in outcomes_of(source, index, unit))
 
     def _shown(self, outcome: Outcome[Record]) -> Outcome[Record]:
-        """The outcome; a broken rule, which is stored and said, redacted behind its place: it quotes the line."""
+        """The outcome; a broken rule, which is stored and said, redacted behind its place: it quotes the line, where
+        half a character may stand."""
         if outcome.broken is None:
             return outcome
         place = outcome.where if outcome.broken.startswith(outcome.where) else ""
-        return outcome._replace(broken=place + self._redactor.text(outcome.broken.removeprefix(place)))
+        said = place + self._redactor.text(outcome.broken.removeprefix(place))
+        return outcome._replace(broken=said.encode(errors="backslashreplace").decode())
 
 
 def redacted(record: Record, redactor: Redactor) -> Record:

@@ -580,7 +580,8 @@ def _counter(source: FileSource | DatasetSource | TargetSource, lookup: Lookup) 
     model = lookup("model") or lookup("provided_model_name")  # the latter in Langfuse's exports
     streamed = ", streamed" if lookup("stream") is True else ""
     lacking = NO_SYSTEM_PROMPT if lookup(SYSTEM_UNKNOWN) is True else ""
-    return f"{source.kind}{f', model {model}' if isinstance(model, str) and model else ''}{streamed}{lacking}"
+    name = model.encode(errors="backslashreplace").decode() if isinstance(model, str) else ""
+    return f"{source.kind}{f', model {name}' if name else ''}{streamed}{lacking}"
 
 
 def _digest(value: Any) -> str:

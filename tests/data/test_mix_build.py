@@ -263,22 +263,32 @@ def test_unicode_prompts_count_as_input_errors_not_crashes(tmp_path: Path) -> No
         build_mix(settings, tmp_path, tmp_path / "mix")
 
 
+HALF = "\ud83d"
+
+
 @pytest.mark.parametrize(
-    "beside",
+    ("content", "more"),
     [
-        '"tools": [{"type": "function", "function": {"name": "f", "description": "\\ud83d"}}]',
-        '"chat_template_kwargs": {"a": "\\ud83d"}',
-        '"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}}]',
+        ({"content": "a"}, {"tools": [{"type": "function", "function": {"name": "f", "description": HALF}}]}),
+        ({"content": "a"}, {"chat_template_kwargs": {"a": HALF}}),
+        ({"tool_calls": [{"id": "1", "type": "function", "function": {"name": HALF, "arguments": "{}"}}]}, {}),
+        ({"content": "a", "role": HALF}, {}),
+        ({"content": "a", "role": [HALF]}, {}),
+        ({"content": [{"type": HALF}]}, {}),
+        ({"content": "a"}, {"replica": HALF, "started": 1.0, "ended": 2.0, "tools": [HALF]}),
     ],
 )
-def test_half_a_character_anywhere_in_a_request_is_a_broken_line(beside: str, tmp_path: Path) -> None:
-    call = '{"role": "assistant", "content": "b", %s}, {"role": "user", "content": "c"}' % beside
-    messages = '{"role": "user", "content": "a"}' + (f", {call}" if "tool_calls" in beside else "")
-    more = "" if "tool_calls" in beside else f", {beside}"
-    (tmp_path / "log.jsonl").write_text('{"messages": [%s], "domain": "d"%s}\n' % (messages, more))
-    settings = MixSettings.model_validate({"sources": [{"kind": "messages", "path": "log.jsonl"}]})
-    with pytest.raises(InputError, match=r"log\.jsonl:1: holds text that is not valid Unicode"):
-        build_mix(settings, tmp_path, tmp_path / "mix")
+def test_half_a_character_in_a_request_ends_no_mix(
+    content: dict[str, Any], more: dict[str, Any], tmp_path: Path
+) -> None:
+    said = {"role": "user", "content": "a"}
+    lines = [{"messages": [{"role": "user", "content": f"{i} of {i**3}"}], "domain": "d"} for i in range(60)]
+    broken = {"messages": [said, {"role": "assistant", **content}, said], "domain": "d", **more}
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, broken)))
+    source = {"kind": "messages", "path": "log.jsonl", "skip_invalid": True}
+    build_mix(MixSettings.model_validate({"sources": [source]}), tmp_path, tmp_path / "mix")
+    (counts,) = load_manifest(tmp_path / "mix")["sources"]
+    assert counts["read"] == 61 and counts["taken"] == 60
 
 
 @pytest.mark.parametrize(

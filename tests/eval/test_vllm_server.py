@@ -156,7 +156,7 @@ def test_a_server_that_fails_or_goes_elsewhere_is_one_line(served: tuple[Served,
     assert VllmClient("f", url, model="m").model == "m"
     for odd in ("", "\ud800", "\n", "a" * 513, {"a": 1}):
         state.replies["/version"] = 200, json.dumps({"version": odd})
-        with pytest.raises(EngineError, match="unusable reply .*a name of the server must be"):
+        with pytest.raises(EngineError, match=r"unusable reply .*a name of the server must be"):
             client.version()
     state.replies["/version"] = 404, ""
     assert client.version() == "vLLM"
