@@ -1,6 +1,7 @@
 """Whole mixes: same input, same bytes; what was trained on never comes back as holdout; nothing half-written."""
 
 import json
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -261,6 +262,15 @@ def test_unicode_prompts_count_as_input_errors_not_crashes(tmp_path: Path) -> No
     settings = MixSettings.model_validate({"sources": [{"kind": "turns", "path": "log.jsonl"}]})
     with pytest.raises(InputError, match=r"log\.jsonl:1: holds text that is not valid Unicode"):
         build_mix(settings, tmp_path, tmp_path / "mix")
+
+
+def test_a_file_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / os.fsdecode(b"\xff.jsonl")).write_text('{"turns": ["a"], "domain": "d"}\n')
+    for path in ("logs", "logs/*.jsonl"):
+        settings = MixSettings.model_validate({"sources": [{"kind": "turns", "path": path}]})
+        with pytest.raises(InputError, match=r"udcff\.jsonl: has a name that is not valid UTF-8; rename it$"):
+            build_mix(settings, tmp_path, tmp_path / "mix")
 
 
 HALF = "\ud83d"
