@@ -90,9 +90,9 @@ def _as_error(message: str, where: str) -> Any:
 def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
     """Find the files that a source names: one file, all of a folder, or the matches of a pattern.
 
-    They are sorted by name; files of one rotated log by time, the oldest first. Files whose name starts with a dot are
-    left out of folders. Raises MissingFileError, and InputError for a name that is not valid UTF-8, and for a link that
-    leads out of the folder (of a pattern: out of the folder that its beginning names) unless these are followed.
+    They are sorted by name; files of one rotated log by time, the oldest first. A folder's files whose name starts with
+    a dot are left out. Raises MissingFileError, and InputError for a name that is not UTF-8, and for a link out of the
+    folder (of a pattern: the one that its beginning names) unless these are followed.
     """
     # A folder: all files in it and below.
     path = base_dir / name
@@ -100,7 +100,7 @@ def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
         found = [inner for inner in path.rglob("*") if inner.is_file() and not _hidden(inner.relative_to(path))]
         if not found:
             raise MissingFileError(f"{path}: the folder holds no file")
-        return _by_time(_named(found if follow_links else _inside(found, path)))
+        return _by_time(found if follow_links else _inside(found, path))
     # A pattern, unless a file has that very name.
     if not path.exists() and glob.has_magic(name):
         matches = [base_dir / match for match in glob.glob(name, root_dir=base_dir, recursive=True)]  # noqa: PTH207  absolute patterns too
@@ -108,16 +108,8 @@ def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
         if not found:
             raise MissingFileError(f"{path}: no file matches")
         plain = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
-        return _by_time(_named(found if follow_links else _inside(found, Path(*plain))))
+        return _by_time(found if follow_links else _inside(found, Path(*plain)))
     return [require_file(path)]
-
-
-def _named(paths: list[Path]) -> list[Path]:
-    """The paths. Raises InputError for a name that is not valid UTF-8: neither records nor fingerprints can hold it."""
-    for path in paths:
-        if str(path).encode(errors="replace").decode() != str(path):
-            raise InputError(f"{ascii(str(path))[1:-1]}: has a name that is not valid UTF-8; rename it")
-    return paths
 
 
 def _inside(paths: list[Path], folder: Path) -> list[Path]:
@@ -158,8 +150,9 @@ _NUMBERED = re.compile(rf"(?P<stem>.+)\.(?P<number>\d{{1,4}})(?P<extension>{_EXT
 
 
 def _by_time(paths: Sequence[Path]) -> list[Path]:
-    parts = dict(zip(paths, _parts(paths)))
-    return sorted(paths, key=lambda path: (*parts[path], path))
+    if odd := [name for name in map(str, paths) if name.encode(errors="replace").decode() != name]:
+        raise InputError(f"{ascii(odd[0])[1:-1]}: has a name that is not valid UTF-8; rename it")
+    return [path for _, path in sorted(zip(_parts(paths), paths))]
 
 
 def _parts(paths: Sequence[Path]) -> Iterator[_Part]:
