@@ -10,7 +10,17 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from draftforge.data.mix import CONVERSATIONS, LOG, MEMBERS, ORIGINS, build_mix, load_manifest, load_members, load_mix
+from draftforge.data.mix import (
+    CONVERSATIONS,
+    FORMAT,
+    LOG,
+    MEMBERS,
+    ORIGINS,
+    build_mix,
+    load_manifest,
+    load_members,
+    load_mix,
+)
 from draftforge.data.settings import MixSettings
 from draftforge.errors import CorruptDataError, DraftforgeError, InputError, MissingFileError
 from draftforge.specdec.sampling_settings import SamplingSettings
@@ -209,7 +219,10 @@ def test_damaged_and_missing_mixes_are_refused(tmp_path: Path) -> None:
     (folder / CONVERSATIONS).unlink()
     with pytest.raises(MissingFileError, match=r"conversations\.parquet: no such file"):
         load_mix(folder)
-    for text, rule in (("{}", "is not a mix manifest"), ('{"format": 2, "files": {}}', "is of format 2; must be 8")):
+    for text, rule in (
+        ("{}", "is not a mix manifest"),
+        ('{"format": 2, "files": {}}', f"is of format 2; must be {FORMAT}"),
+    ):
         (folder / "manifest.json").write_text(text)
         with pytest.raises(CorruptDataError, match=rule):
             load_mix(folder)
