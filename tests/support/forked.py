@@ -17,11 +17,16 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from threading import Lock
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
 from ports import free_port
+
+_looking = Lock()
+"""The server tells an exit code once. Starting a process also looks at all others, those of other threads too: of two
+that look at once, one would read nothing and take the code for 255."""
 
 
 class Ended(NamedTuple):
@@ -53,7 +58,8 @@ def start(
     """Begin `function(*arguments)` in a process of its own, which prints to a log."""
     place = {name: str(value) for name, value in (environment or {}).items()}
     process = _server().Process(target=_run, args=(function, list(arguments), place, str(log)))
-    process.start()
+    with _looking:
+        process.start()
     return process
 
 
@@ -101,15 +107,20 @@ def _codes(
     running, deadline = list(processes), time.monotonic() + seconds
     try:
         while len(running) > leaving and time.monotonic() < deadline:
-            if until_failure and any(process.exitcode for process in processes):
+            if until_failure and any(_code(process) for process in processes):
                 break
             wait([process.sentinel for process in running], timeout=min(1, max(0, deadline - time.monotonic())))
-            running = [process for process in running if process.exitcode is None]
-        return [process.exitcode for process in processes]
+            running = [process for process in running if _code(process) is None]
+        return [_code(process) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.join()
+
+
+def _code(process: BaseProcess) -> int | None:
+    with _looking:
+        return process.exitcode
 
 
 def command_line(*arguments: str) -> None:
