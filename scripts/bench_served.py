@@ -179,7 +179,7 @@ def serve_all(
     left = {one: [size for size in sizes if measured_key(one, size) not in bench.found["served"]] for one in setups}
     with bar("serving", sum(map(len, left.values())), "measurements") as advance:
         for setup, missing in left.items():
-            if not missing:
+            if not missing and times.known(setup):
                 continue
             begun = time.monotonic()
             record: Json = {"command": shlex.join(vllm.words(setup.command(target), target.dtype, "PORT"))}

@@ -1,7 +1,6 @@
 """vLLM's servers with and without drafts for `bench_served.py`, and what they count and take."""
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ import torch
 from draftforge import storage
 from draftforge.errors import EngineError
 from draftforge.eval.cost_measurement import Grid
-from draftforge.eval.cost_table import CostKey, CostTable
+from draftforge.eval.cost_table import CostKey, CostTable, hardware_name
 from draftforge.eval.engine_costs import EngineMeasurement
 from draftforge.eval.engine_metrics import Counters, parse
 from draftforge.eval.settings import CostSettings, LoadSettings, ScoreSettings
@@ -147,25 +146,26 @@ class EngineTimes:
         file = self._file(draft)
         return CostTable.model_validate_json(file.read_bytes()) if file.is_file() else None
 
+    def known(self, setup: Setup) -> bool:
+        """Whether a server's rounds were measured."""
+        table = self.table(setup.draft)
+        return table is not None and any(point.levels == setup.draft_tokens for point in table.points)
+
     def measure(self, client: VllmClient, setup: Setup) -> None:
         """Add a server's rounds to its draft's table, unless they are there."""
-        table = self.table(setup.draft)
-        if setup.draft is None:
-            if table is None:
-                key = CostKey(
-                    hardware=hardware(), engine=client.version(), software=f"{client.version()} {self._flags}",
-                    dtype=self._dtype, target={}, draft={}, sampling="", plans={},
-                )  # fmt: skip
-                self._keep(None, self._measurement.plain(client, key))
+        if self.known(setup):
             return
-        table = table or self.table(None)
+        if setup.draft is None:
+            key = CostKey(
+                hardware=hardware(), engine=client.version(), software=f"{client.version()} {self._flags}",
+                dtype=self._dtype, target={}, draft={}, sampling="", plans={},
+            )  # fmt: skip
+            self._keep(None, self._measurement.plain(client, key))
+            return
+        table = self.table(setup.draft) or self.table(None)
         if table is None:
             raise EngineError("there are no times of the plain server to set its rounds beside")
-        if all(point.levels != setup.draft_tokens for point in table.points):
-            self._keep(
-                setup.draft,
-                self._measurement.with_draft(table, client, setup.draft_tokens, setup.draft.family),
-            )
+        self._keep(setup.draft, self._measurement.with_draft(table, client, setup.draft_tokens, setup.draft.family))
 
     def _keep(self, draft: Draft | None, table: CostTable) -> None:
         storage.write_bytes(self._file(draft), table.model_dump_json().encode())
@@ -175,4 +175,5 @@ class EngineTimes:
 
 
 def hardware() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {os.cpu_count()} cores"
+    """What this process measures on."""
+    return hardware_name(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
