@@ -178,6 +178,12 @@ def refused_value(error: "ValidationError", before: str = "") -> InputError:
     return InputError(f"{before}{shown}{rule[:1].lower()}{rule[1:]}")
 
 
+def spelt_out(text: str, kept: str = "") -> str:
+    """Text with every character that is not printable as Python writes it, but those that are `kept`: what a file or a
+    server holds controls no terminal, and ends no line."""
+    return "".join(mark if mark.isprintable() or mark in kept else repr(mark)[1:-1] for mark in text)
+
+
 def one_line(error: BaseException, limit: int = 300, clean: Callable[[str], str] = str) -> str:
     """The first line of what another library's error says, or its name where it says nothing.
 

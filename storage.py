@@ -96,6 +96,11 @@ MOST_TEXT_BYTES = 64 << 20
 """Largest text that is read whole: a request, prompts, an engine's metrics or responses."""
 
 
+def utf8(text: str) -> str:
+    """Text that a file can hold: half a character, as JSON can name one, is spelt out."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def read_text(path: Path, option: str) -> str:
     """Text of a file that an option names; `-`: standard input. Raises MissingFileError, or InputError for what is no
     UTF-8 text of at most MOST_TEXT_BYTES."""

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InputError
+from ..storage import utf8
 from .redact import Redactor
 from .settings import MixSettings
 
@@ -50,8 +51,7 @@ class Traffic:
         self.untimed += started is None or ended is None
         self.started.append(math.nan if started is None else started)
         self.ended.append(math.nan if ended is None else ended)
-        name = (replica or UNNAMED).encode(errors="backslashreplace").decode()  # half a character is no text of a file
-        self.replica.append(self.names.setdefault(name, len(self.names)))
+        self.replica.append(self.names.setdefault(utf8(replica or UNNAMED), len(self.names)))
         self.prompt_tokens.append(_NOT_COUNTED if prompt_tokens is None else prompt_tokens)
         self.answer_tokens.append(_NOT_COUNTED if answer_tokens is None else answer_tokens)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
+from ..storage import utf8
 from .conversation import Message, turn_ends
 from .dedup import group_key, signature, turn_keys
 from .logged_prompts import PromptTraces
@@ -109,7 +110,7 @@ class Preparer:
             return outcome
         place = outcome.where if outcome.broken.startswith(outcome.where) else ""
         said = place + self._redactor.text(outcome.broken.removeprefix(place))
-        return outcome._replace(broken=said.encode(errors="backslashreplace").decode())
+        return outcome._replace(broken=utf8(said))
 
 
 def redacted(record: Record, redactor: Redactor) -> Record:

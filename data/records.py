@@ -12,6 +12,7 @@ from typing import Any, get_args
 from .. import fingerprint
 from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
+from ..storage import utf8
 from .conversation import (
     NO_SYSTEM_PROMPT,
     OTHER_READINGS,
@@ -580,7 +581,7 @@ def _counter(source: FileSource | DatasetSource | TargetSource, lookup: Lookup) 
     model = lookup("model") or lookup("provided_model_name")  # the latter in Langfuse's exports
     streamed = ", streamed" if lookup("stream") is True else ""
     lacking = NO_SYSTEM_PROMPT if lookup(SYSTEM_UNKNOWN) is True else ""
-    name = model.encode(errors="backslashreplace").decode() if isinstance(model, str) else ""
+    name = utf8(model) if isinstance(model, str) else ""
     return f"{source.kind}{f', model {name}' if name else ''}{streamed}{lacking}"
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from typer import Typer
 
-from ..errors import COMMAND, DraftforgeError, MissingFileError, RecipeError, StoppedError, one_line
+from ..errors import COMMAND, DraftforgeError, MissingFileError, RecipeError, StoppedError, one_line, spelt_out
 from ..masking import masked
 
 RENAMED = {"--helped-by": "--cascade", "--fail-on-parting": "--fail-on-mismatch"}
@@ -123,7 +123,7 @@ def fail(error: BaseException, message: str, code: int) -> NoReturn:
     met = ranks is not None and ranks.ranks_met().store is not None
     if message and not debugging and not (same and not met and os.environ.get("LOCAL_RANK", "0") != "0"):
         # What a file or a server holds may stand in it, but controls no terminal.
-        plain = "".join(mark if mark.isprintable() or mark == "\n" else repr(mark)[1:-1] for mark in message)
+        plain = spelt_out(message, kept="\n")
         print(masked(f"error{'' if rank == '0' else f' (rank {rank})'}: {plain}"), file=sys.stderr, flush=True)
     if ranks is not None:
         ranks.report_failure(error)

@@ -19,7 +19,7 @@ from ..data.record_outcomes import SourceCounts
 from ..data.settings import LABEL, FileSource
 from ..data.sources import detect_kind, read_records
 from ..data.stratify import lengths_of
-from ..errors import InputError, OwnershipError
+from ..errors import InputError, OwnershipError, spelt_out
 from ..progress import say
 from ..recipe import load_recipe, yaml_text
 from ..registry.settings import GateSettings
@@ -85,7 +85,8 @@ def init(log: Path, target: str, out: Path) -> None:
     source = source.model_copy(update={"skip_invalid": facts.counts.skipped > 0})
     # 2) The recipe. It is loaded before it is written: what does not load is a defect here.
     lines = _lines(out, log, settings.model, source, facts, of_target)
-    text = "".join(f"{_spelt_out(line) if line.startswith('#') else line}\n" for line in lines)
+    # Comments name what a log holds: behind a line's end there would stand keys of the recipe.
+    text = "".join(f"{spelt_out(line) if line.startswith('#') else line}\n" for line in lines)
     with tempfile.TemporaryDirectory() as beside:
         storage.write_bytes(Path(beside) / out.name, text.encode())
         load_recipe(Path(beside) / out.name)
@@ -232,11 +233,6 @@ def _lines(out: Path, log: Path, model: str, source: FileSource, facts: LogFacts
     yield "# drafts are chosen by draftforge's own rounds at batch 1. For your server state score.load, as inspect-mix"
     yield "# proposes it of a log with times, and score.load.costs, which times your vLLM (docs/load.md)"
     yield from _yaml({"score": {"sampling": [_short(one) for one, _ in scored]}})
-
-
-def _spelt_out(comment: str) -> str:
-    """A comment on one line, whatever a log's names hold: what follows a line's end would be keys of the recipe."""
-    return "".join(mark if mark.isprintable() else repr(mark)[1:-1] for mark in comment)
 
 
 def _tokens(facts: LogFacts, target: TargetFacts) -> int:

@@ -5,10 +5,10 @@ with SmolLM2-135M-Instruct (docs/experiments.md), that of large products to the 
 far the model is from other rows of that page, tests/pipeline/test_plan.py computes.
 
 Rows that nothing was fitted to: a pass of 2,560 slots -15 %, plain decoding of 64 slots -16 %; EAGLE-3 training with
-a vocabulary of 32,768 -6 %, of 16,384 -11 %, with two layers -7 %; memory of micro-batches of a half and a quarter -7
-%, of two layers +1 %, of Qwen3-0.6B's shape -7 %; a capture of 40,046 answers as a whole -14 %, trainings of EAGLE-3
-and `small` as a whole -8 % and -5 % (two processes on one host, 801d3d8). Rows that they were fitted to: within 12 %.
-Nothing larger was measured, but for the FLOPs of that stack of Llama layers.
+a vocabulary of 32,768 -6 %, of 16,384 -11 %, with two layers -7 %; memory of micro-batches of a half and a quarter
+-7 %, of two layers +1 %, of Qwen3-0.6B's shape -7 %; a capture of 40,046 answers as a whole -14 %, trainings of
+EAGLE-3 and `small` as a whole -8 % and -5 % (two processes on one host, 801d3d8). Rows that they were fitted to:
+within 12 %. Nothing larger was measured, but for the FLOPs of that stack of Llama layers.
 
 Shapes: B slots, T tokens of a context, H hidden size, I width of an MLP, V vocabulary, K tokens drafted.
 """
@@ -87,9 +87,7 @@ _REPLAY_PRODUCTS = 2 * 4 * (5.1e6 + 49152 * 576)  # what it computes meanwhile
 _ANSWER_SHARE = 0.75  # of `max_new_tokens`: 194 of 256
 _CAPTURE_RANKS, _SCORE_RANKS = 0.93, 0.63  # speed of n GPUs is n to this power: 1.90 and 1.55 times on two
 _RENDER_SECONDS = 0.45e-3  # a prompt, one after another on the host: 40,046 in 18 s
-_START_SECONDS = (
-    10  # of a stage that runs on GPUs: loading, graphs, checking the capture; 5 of a capture, 13 of a training
-)
+_START_SECONDS = 10  # of a stage: loading, graphs, checking a capture; 5 of a capture, 13 of a training were measured
 FIT_ERRORS = "fit errors: expect about 15 % more or less, larger targets worse: docs/distill.md"
 
 

@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
-from ..errors import FormatError, HubError, InputError, MissingFileError, RegistryError, one_line
+from ..errors import FormatError, HubError, InputError, MissingFileError, RegistryError, one_line, spelt_out
 from ..masking import holds_key, masked
 from ..progress import say
 from ..recipe import load_recipe
@@ -32,7 +32,7 @@ from ..specdec.gguf_header import read_header
 from ..specdec.model_card import CARD_FILE, DraftFacts, card_files, facts_of, write_card
 from ..specdec.serving_plan import PLAN_FILE, find_plan
 from ..specdec.target_settings import TargetSettings
-from ..storage import lies_inside, parse_json, read_object, size_text
+from ..storage import lies_inside, parse_json, read_object, size_text, utf8
 from .cli_options import PushOptions
 from .export import say_assumed, version_facts
 from .registry_listing import open_store
@@ -121,7 +121,7 @@ def push(source: str, repository: str, options: PushOptions) -> None:
         if options.dry_run:
             say(f"dry run: {len(files)} files, {total}, for {repository}; the card:")
             card = files[CARD_FILE].read_text(encoding="utf-8")  # perhaps a stranger's, which controls no terminal
-            print("".join(mark if mark.isprintable() or mark == "\n" else repr(mark)[1:-1] for mark in card), end="")
+            print(spelt_out(card, kept="\n"), end="")
             return
         print(_send(files, repository, options.private, draft.facts))
 
@@ -246,7 +246,7 @@ def _check_private(name: str, path: Path) -> None:
             whole = key != "text" and _LOCAL_PATH.fullmatch(one)
             if whole or _PATH_INSIDE.search(one) or _names_private_host(one):
                 rule = "is a path of this machine" if whole else "names a place of a machine or a private network"
-                shown = f"{key} = {value[:200]}".encode("utf-8", "backslashreplace").decode()
+                shown = utf8(f"{key} = {value[:200]}")
                 raise InputError(f"{name}: {shown}: {rule}; take it out, or name a hub id")
 
 

@@ -21,6 +21,7 @@ from draftforge.cli import main
 from draftforge.data.settings import CaptureSettings
 from draftforge.pipeline import plan
 from draftforge.recipe import Recipe, load_recipe
+from draftforge.scripts.profile_rounds import SMOLLM2
 from draftforge.specdec.memory_fit import probe_pass
 from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
@@ -29,16 +30,6 @@ from draftforge.train.settings import Eagle3Settings, SmallSettings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 H200 = plan.GPUS["h200"]
-SMOLLM2 = LlamaConfig(
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-)
 QWEN3_600M = Qwen3Config(
     vocab_size=151936,
     hidden_size=1024,
