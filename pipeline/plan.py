@@ -6,9 +6,10 @@ far the model is from other rows of that page, tests/pipeline/test_plan.py compu
 
 Rows that nothing was fitted to: a pass of 2,560 slots -15 %, plain decoding of 64 slots -16 %; EAGLE-3 training with
 a vocabulary of 32,768 -6 %, of 16,384 -11 %, with two layers -7 %; memory of micro-batches of a half and a quarter
--7 %, of two layers +1 %, of Qwen3-0.6B's shape -7 %; a capture of 40,046 answers as a whole -14 %, trainings of
-EAGLE-3 and `small` as a whole -8 % and -5 % (two processes on one host, 801d3d8). Rows that they were fitted to:
-within 12 %. Nothing larger was measured, but for the FLOPs of that stack of Llama layers.
+-7 %, of two layers +1 %, of Qwen3-0.6B's shape -7 %. Rows that they were fitted to: within 12 %; whole stages of one
+run, whose starts and rendering are counted in: a capture of 40,046 answers -14 %, trainings of EAGLE-3 and `small`
+-8 % and -5 % (two processes on one host, 801d3d8). Nothing larger was measured, but for the FLOPs of that stack of
+Llama layers.
 
 Shapes: B slots, T tokens of a context, H hidden size, I width of an MLP, V vocabulary, K tokens drafted.
 """

@@ -173,7 +173,7 @@ def test_figures_beside_measured_rows() -> None:
     }
     errors = {name: round(100 * (found / measured - 1)) for name, (found, measured, _) in rows.items()}
     assert errors == {name: error for name, (_, _, error) in rows.items()}
-    told = str(plan.__doc__).partition("nothing was fitted to:")[2].partition("Rows that they")[0]
+    told = str(plan.__doc__).partition("nothing was fitted to:")[2].partition("Nothing larger")[0]
     assert {int(word) for word in re.findall(r"[+-]\d+(?= %)", told)} == {-15, -16, -6, -11, -7, 1, -14, -8, -5}
 
 
