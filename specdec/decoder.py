@@ -32,13 +32,13 @@ from .kv_cache import KVCache
 from .memory_fit import takes_graphs
 from .models import States
 from .proposers.base import Ask, Draft, ObservesTargetArgmax, Texts
-from .proposers.logits import pick_states, process_rows
+from .proposers.logits import likeliest, pick_states, process_rows
 from .requests import DecodeRun, Generation, Request, Round, until_stop
 from .sampling import Purpose
 from .sampling_settings import SamplingSettings
 from .slot_table import SlotTable, draw, read_prompts, rows_by_setting
 from .tree import TreeBatch
-from .verify_batch import BatchVerdict, verify_batch, verify_greedy_chains
+from .verify_batch import BatchVerdict, settle, settle_greedy, verify_batch
 
 Finished = tuple[int, Generation]
 """Index of a request, and its answer."""
@@ -230,26 +230,27 @@ class _Decoder:
     def _judge(self, sampling: list[SamplingSettings], draft: Draft, logits_BMV: Tensor, states: States) -> _Judged:
         """Verify every slot's draft by the rule, and bring table and cache to where that leaves them."""
         tree = draft.tree
-        # 1) Distributions of the target, the verdict, and the likeliest tokens for a proposer that hears them.
-        p_BMV = self._processed(sampling, tree, logits_BMV)
-        best_BM = p_BMV.argmax(-1) if self.listener is not None and tree.depth else None
-        verdict = self._verify(sampling, draft, p_BMV)
-        # 2) What each slot emits, the accepted tokens and the target's own, and what the host reads of it.
-        along_BD = tree.tokens_BN.gather(1, verdict.path_BD.clamp(min=0))
-        ids_BE = F.pad(along_BD, (0, 1)).scatter(1, verdict.length_B[:, None], verdict.token_B[:, None])
-        new = Texts(ids_BE, (verdict.length_B + 1) * self.table.live(len(ids_BE)))
-        # A level was reached if a node on it was judged: one more than accepted, where a candidate stands there.
-        drafted_B, reached_B = tree.candidate_BN.sum(1), verdict.length_B + tree.goes_on(verdict.path_BD)
-        read_BX = torch.cat([torch.stack([verdict.length_B, drafted_B, reached_B], 1), ids_BE], 1)
+        # 1) Distributions of the target, the verdict, and what each slot emits: the accepted tokens and the target's
+        # own. At temperature 0 every rule is the greedy one, and no random number is read.
+        p_BMV, live_B = self._processed(sampling, tree, logits_BMV), self.table.live(len(sampling))
+        best_BM: Tensor | None = None
+        if all(setting.greedy for setting in sampling):
+            best_BM = likeliest(p_BMV, 1)[1][..., 0]
+            settled = settle_greedy(best_BM, tree, live_B, draft.chain)
+        else:
+            settled = settle(self._verify(sampling, draft, p_BMV), tree, live_B)
+        new = Texts(settled.ids_BE, settled.counts_B)
+        # 2) The likeliest tokens, for a proposer that hears them.
+        if best_BM is None and self.listener is not None and tree.depth:
+            best_BM = p_BMV.argmax(-1)
         # 3) The cache keeps the path: of a chain its beginning, of a tree nodes that are moved side by side.
         if draft.chain:
             self.cache.keep(new.counts_B)
         else:
-            path_BE = F.pad(verdict.path_BD + 1, (1, 0)).masked_fill_(F.pad(verdict.path_BD < 0, (1, 0)), -1)
-            self.cache.keep_path(path_BE, new.counts_B)
-            states = pick_states(states, path_BE.clamp(min=0))
-        self.table.advance(new)
-        return _Judged(read_BX, new, states, best_BM)
+            self.cache.keep_path(settled.path_BE, new.counts_B)
+            states = pick_states(states, settled.path_BE.clamp(min=0))
+        self.table.advance(new, settled.last_B)
+        return _Judged(settled.read_BX, new, states, best_BM if tree.depth else None)
 
     def _processed(self, sampling: list[SamplingSettings], tree: TreeBatch, logits_BMV: Tensor) -> Tensor:
         """The target's p after every row; where all take the likeliest token, logits will do."""
@@ -260,12 +261,6 @@ class _Decoder:
 
     def _verify(self, sampling: list[SamplingSettings], draft: Draft, p_BMV: Tensor) -> BatchVerdict:
         slots, tree = slice(len(sampling)), draft.tree
-        # At temperature 0 every rule is the greedy one, and no random number is read.
-        if all(setting.greedy for setting in sampling):
-            if draft.chain:
-                return verify_greedy_chains(p_BMV, tree)
-            no_numbers = p_BMV.new_empty(len(sampling), 0)
-            return verify_batch("greedy", p_BMV, None, tree, no_numbers, no_numbers)
         rule = self.rule.name if tree.depth else "onehot"  # with nothing drafted that is a draw from p
         # Random numbers for acceptance, one a node, and for the target's own draws. A draw `ahead` tokens later takes
         # the number that plain decoding would take there.

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from .cuda_graphs import send
+
 
 def runs_triton(device: torch.device) -> bool:
     """Whether Triton's kernels run on the device."""
@@ -38,6 +40,8 @@ class KVCache:
         self.lengths_S = torch.zeros(slots, dtype=torch.long, device=device)
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._addresses: list[tuple[list[Tensor], Tensor]] = []  # layers of one shape, and where each begins
+        self._range = torch.arange(max(slots, capacity), device=device)  # made once: a launch less wherever it is read
 
     def prefill(self, slots_R: Tensor, lengths_R: Tensor) -> "CacheStep":
         """Prefill step: fills fresh slots with right-padded prompts; each sees only itself, causally."""
@@ -56,8 +60,8 @@ class KVCache:
             past_B = past_B + skip
         positions_BN = past_B[:, None]
         if tokens > 1:
-            positions_BN = positions_BN + torch.arange(tokens, device=self.device)
-        rows = torch.arange(batch, device=self.device)
+            positions_BN = positions_BN + self._range[:tokens]
+        rows = self._range[:batch]
         # 2) The kernel reads lengths on the device; elsewhere a causal mask is made, as wide as the longest row.
         if reads_lengths(self.device):
             return CacheStep(self, rows, positions_BN, positions_BN, past_B=past_B)
@@ -71,16 +75,16 @@ class KVCache:
         The entries stand side by side past a slot's length. Each sees the slot's past and the entries that
         `visible_BNF` names; its position is the length plus its depth.
         """
-        # 1) Where the new entries' keys go, and the positions in the text that their depths give them.
+        # 1) Positions in the text, by the entries' depths.
         batch, new, entries = visible_BNF.shape
         past_B = self.lengths_S[:batch]
-        rows, length_B1 = torch.arange(batch, device=self.device), past_B[:, None]
+        rows, length_B1 = self._range[:batch], past_B[:, None]
         positions_BN = length_B1 + depth_BF[:, entries - new :]
-        at_BN = length_B1 + torch.arange(entries - new, entries, device=self.device)
-        # 2) The kernel reads lengths and the tree's mask on the device.
+        # 2) The kernel reads lengths and the tree's mask on the device, and puts the new keys behind what is there.
         if reads_lengths(self.device):
-            return CacheStep(self, rows, positions_BN, at_BN, past_B=past_B, tree=(visible_BNF, depth_BF))
+            return CacheStep(self, rows, positions_BN, None, past_B=past_B, tree=(visible_BNF, depth_BF))
         # 3) Elsewhere a mask over all keys is made: which entry of the tree each key is, if any.
+        at_BN = length_B1 + self._range[entries - new : entries]
         keys_L = torch.arange(int(past_B.max()) + entries, device=self.device)
         entry_BL = keys_L - length_B1
         inside_BL = (entry_BL >= 0) & (entry_BL < entries)
@@ -94,22 +98,27 @@ class KVCache:
 
     def keep(self, counts_B: Tensor) -> None:
         """Let the first `counts[b]` tokens of the last step stay in slot b."""
-        self.lengths_S[: len(counts_B)] += counts_B
+        self.lengths_S[: len(counts_B)].add_(counts_B)  # in place: `+=` would also copy the slice onto itself
 
     def keep_path(self, path_BD: Tensor, counts_B: Tensor) -> None:
         """Let the first `counts[b]` tree entries of `path_BD` stay in slot b, in that order, and drop the others.
 
         Past a path's end (-1) nothing moves.
         """
-        batch, depth = path_BD.shape
-        place_D = torch.arange(depth, device=self.device)
-        length_B1 = self.lengths_S[:batch, None]
-        # Entries move to the places right after the slot's past; past the path's end each place is copied to itself.
-        from_BD, to_BD = length_B1 + torch.where(path_BD < 0, place_D, path_BD), length_B1 + place_D
-        rows_B1 = torch.arange(batch, device=self.device)[:, None]
-        for layer in (*self._keys.values(), *self._values.values()):
-            # The right side is a copy, so overlapping moves are safe.
-            layer[rows_B1, :, to_BD] = layer[rows_B1, :, from_BD]
+        if runs_triton(self.device):
+            from .kernels.trees import keep_path
+
+            for layers, addresses in self._layers_by_shape():
+                keep_path(layers, addresses, self.lengths_S, path_BD)
+        else:
+            batch, depth = path_BD.shape
+            place_D, rows_B1 = self._range[:depth], self._range[:batch, None]
+            length_B1 = self.lengths_S[:batch, None]
+            # Entries move right behind the slot's past; past the path's end each place is copied to itself.
+            from_BD, to_BD = length_B1 + torch.where(path_BD < 0, place_D, path_BD), length_B1 + place_D
+            for layer in (*self._keys.values(), *self._values.values()):
+                # The right side is a copy, so overlapping moves are safe.
+                layer[rows_B1, :, to_BD] = layer[rows_B1, :, from_BD]
         self.keep(counts_B)
 
     def move(self, source: int | Tensor, destination: int | Tensor, longest: int | None = None) -> None:
@@ -126,6 +135,17 @@ class KVCache:
     def free(self, slots_R: Tensor) -> None:
         """Leave these slots without a past: passes that cover them cost nothing and never run past their end."""
         self.lengths_S.index_fill_(0, slots_R, 0)
+
+    def _layers_by_shape(self) -> list[tuple[list[Tensor], Tensor]]:
+        """Keys and values of all layers, those of one shape together, each with their addresses on the device."""
+        # Layers stay where they are once they are allocated, so that the addresses are sent once.
+        layers = [*self._keys.values(), *self._values.values()]
+        if sum(len(alike) for alike, _ in self._addresses) != len(layers):
+            shapes = {layer.shape for layer in layers}
+            alike = [[layer for layer in layers if layer.shape == shape] for shape in shapes]
+            begins = [torch.tensor([layer.data_ptr() for layer in some]) for some in alike]
+            self._addresses = [(some, send(places, self.device)) for some, places in zip(alike, begins)]
+        return self._addresses
 
     @property
     def nbytes(self) -> int:
@@ -164,7 +184,7 @@ class CacheStep:
     cache: KVCache
     rows: Tensor  # [B] slots
     positions_BN: Tensor | None  # of the new tokens in the text; None: prefill, 0..T-1
-    at_BN: Tensor | None  # where their keys go; None: prefill, 0..T-1
+    at_BN: Tensor | None  # where their keys go; None: prefill, 0..T-1, or a tree that the kernel writes
     visible_BNL: Tensor | None = None  # None: prefill, causal
     key_positions_BL: Tensor | None = None  # None: a key's position is where it stands
     past_B: Tensor | None = None  # keys before the new ones; given: the attention reads these instead of a mask

@@ -66,11 +66,11 @@ class SlotTable:
         if self._seen_SV is not None:
             self._seen_SV[slots_R, tokens_R] = torch.ones_like(tokens_R, dtype=torch.bool)
 
-    def advance(self, new: Texts) -> None:
-        """Note the tokens that each of the first slots emitted in a round."""
+    def advance(self, new: Texts, last_B: Tensor) -> None:
+        """Note the tokens that each of the first slots emitted in a round, and the last of them."""
         rows = len(new.counts_B)
-        self.last_S[:rows] = new.last()
-        self.emitted_S[:rows] += new.counts_B
+        self.last_S[:rows] = last_B
+        self.emitted_S[:rows].add_(new.counts_B)
         if self._seen_SV is not None:
             self._seen_SV[:rows].scatter_(1, _without_padding(new), True)
 

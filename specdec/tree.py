@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
+from .kv_cache import runs_triton
 from .proposers.tree_shape import ROOT, Drawn
 
 
@@ -137,31 +139,42 @@ class TreeBatch(NamedTuple):
 
         Each entry sees the last token, its ancestors and itself.
         """
-        batch, nodes = self.tokens_BN.shape
-        visible_BMM = torch.zeros(batch, nodes + 1, nodes + 1, dtype=torch.bool, device=self.tokens_BN.device)
-        visible_BMM[:, :, 0] = True
-        visible_BMM[:, 1:, 1:] = self.ancestors_BNN
-        return visible_BMM.sum(-1) - 1, visible_BMM
+        return tree_mask(F.pad(self.parents_BN + 1, (1, 0), value=-1), self.depth + 1)
+
+    def children(self, node_B: Tensor) -> Tensor:
+        """True [B, N] at the candidates below a node of each tree, or below ROOT."""
+        return self.candidate_BN & (self.parents_BN == node_B[:, None])
 
     def goes_on(self, path_BD: Tensor) -> Tensor:
         """Whether a candidate stands below the end of each path (node indexes, -1 past its end), [B]."""
         # Parents come before children, so a path ends at its largest index; an empty one ends at -1, which is ROOT.
-        ends_B1 = path_BD.amax(1, keepdim=True) if self.depth else path_BD.new_full((len(path_BD), 1), ROOT)
-        return ((self.parents_BN == ends_B1) & self.candidate_BN).any(1)
+        ends_B = path_BD.amax(1) if self.depth else path_BD.new_full((len(path_BD),), ROOT)
+        return self.children(ends_B).any(1)
 
     @property
     def ancestors_BNN(self) -> Tensor:  # noqa: N802
         """True at [b, n, a] where node a is node n or lies on its path to the root."""
-        nodes = self.tokens_BN.shape[1]
-        # Start with each node itself; one column more takes what climbs past the root.
-        reached_BNN = torch.eye(nodes + 1, dtype=torch.bool, device=self.tokens_BN.device)[:nodes]
-        reached_BNN = reached_BNN.expand(len(self.tokens_BN), nodes, nodes + 1).clone()
-        above_BN = self.parents_BN
-        # Climb one level a step, all nodes at once, and mark where each arrives.
-        for _ in range(self.depth - 1):  # ROOT lands in the column past the last node
-            above_BN = torch.where(above_BN < 0, nodes, above_BN)
-            reached_BNN.scatter_(2, above_BN[..., None], True)
-            above_BN = torch.cat([self.parents_BN, self.parents_BN.new_full((len(above_BN), 1), -1)], 1).gather(
-                1, above_BN
-            )
-        return reached_BNN[..., :nodes]
+        return tree_mask(self.parents_BN, self.depth)[1]
+
+
+def tree_mask(parents_BF: Tensor, levels: int, new: int | None = None) -> tuple[Tensor, Tensor]:
+    """Depths [B, F] of tree entries and the attention mask [B, N, F] of the last `new` (None: all) of them.
+
+    `parents_BF`: place of each entry's parent among them, -1: none. `levels`: of the deepest entry. An entry sees its
+    ancestors and itself.
+    """
+    batch, entries = parents_BF.shape
+    new = entries if new is None else new
+    if entries and runs_triton(parents_BF.device):
+        from .kernels.trees import mask
+
+        return mask(parents_BF, levels, new)
+    # Climb from every entry at once, a level a step, and mark where each arrives; a last column takes the root's -1.
+    above_BX = F.pad(parents_BF, (0, 1), value=-1).remainder(entries + 1)
+    at_BF = torch.arange(entries, device=parents_BF.device).expand(batch, -1)
+    visible_BFX = torch.zeros(batch, entries, entries + 1, dtype=torch.bool, device=parents_BF.device)
+    for _ in range(levels):
+        visible_BFX.scatter_(2, at_BF[..., None], True)
+        at_BF = above_BX.gather(1, at_BF)
+    visible_BFF = visible_BFX[..., :entries]
+    return visible_BFF.sum(-1) - 1, visible_BFF[:, entries - new :]

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .accept_rules import known_rule
+from .kv_cache import runs_triton
 from .proposers.tree_shape import ROOT
 from .sampling import categorical
 from .tree import TreeBatch
 from .verify import typical_threshold
 
-__all__ = ["BatchVerdict", "verify_batch", "verify_greedy_chains"]
+__all__ = ["BatchVerdict", "Settled", "settle", "settle_greedy", "verify_batch", "verify_greedy_chains"]
 
 
 class BatchVerdict(NamedTuple):
@@ -59,10 +60,51 @@ def verify_batch(
     return _VERIFY[rule](inputs)
 
 
-def verify_greedy_chains(p_BMV: Tensor, tree: TreeBatch) -> BatchVerdict:
-    """Greedy verification of chains, each node the parent of the next: all levels at once. `p` may be logits."""
-    best_BM = p_BMV.argmax(-1)
-    # The cumulative product stops counting at the first node that disagrees.
+class Settled(NamedTuple):
+    """What a round's verdict comes to in each slot; E = D + 1 tokens that a round may emit."""
+
+    read_BX: Tensor
+    """What the host reads: accepted, drafted and reached counts, then the tokens [B, E]; more of these follow than are
+    emitted."""
+    counts_B: Tensor
+    """Tokens that are emitted: the accepted ones and the target's own. 0 in a slot that holds no request."""
+    last_B: Tensor
+    """The last of them."""
+    path_BE: Tensor
+    """Rows of the target's pass that stay, the last token's own first; -1 past the end."""
+
+    @property
+    def ids_BE(self) -> Tensor:  # noqa: N802
+        return self.read_BX[:, 3:]
+
+
+def settle(verdict: BatchVerdict, tree: TreeBatch, live_B: Tensor) -> Settled:
+    """What a verdict comes to. `live_B`: slots that hold a request."""
+    # A level was reached if a node on it was judged: one more than accepted, where a candidate stands there.
+    along_BD = tree.tokens_BN.gather(1, verdict.path_BD.clamp(min=0))
+    ids_BE = pad(along_BD, (0, 1)).scatter(1, verdict.length_B[:, None], verdict.token_B[:, None])
+    drafted_B, reached_B = tree.candidate_BN.sum(1), verdict.length_B + tree.goes_on(verdict.path_BD)
+    read_BX = torch.cat([torch.stack([verdict.length_B, drafted_B, reached_B], 1), ids_BE], 1)
+    path_BE = torch.where(verdict.path_BD < 0, -1, verdict.path_BD + 1)
+    return Settled(read_BX, (verdict.length_B + 1) * live_B, verdict.token_B, pad(path_BE, (1, 0)))
+
+
+def settle_greedy(best_BM: Tensor, tree: TreeBatch, live_B: Tensor, chain: bool) -> Settled:
+    """What the greedy rule comes to, by the target's likeliest token after each row; on a GPU in one kernel.
+
+    `chain`: each node is the parent of the next.
+    """
+    if runs_triton(best_BM.device):
+        from .kernels.trees import greedy_verdict
+
+        read_BX, path_BE, counts_B, last_B = greedy_verdict(best_BM, *tree[:3], live_B, tree.depth)
+        return Settled(read_BX, counts_B, last_B, path_BE)
+    return settle((verify_greedy_chains if chain else _greedy_trees)(best_BM, tree), tree, live_B)
+
+
+def verify_greedy_chains(best_BM: Tensor, tree: TreeBatch) -> BatchVerdict:
+    """Greedy verification of chains, each node the parent of the next, by the target's likeliest tokens."""
+    # All levels at once. The cumulative product stops counting at the first node that disagrees.
     agree_BK = tree.candidate_BN & (tree.tokens_BN == best_BM[:, :-1])
     length_B = agree_BK.long().cumprod(1).sum(1)
     return BatchVerdict(length_B, _path(length_B, tree.depth), best_BM.gather(1, length_B[:, None])[:, 0])
@@ -91,7 +133,7 @@ class _Inputs(NamedTuple):
 
     def children(self, node_B: Tensor) -> Tensor:
         """True [B, N] at the candidates below a node of each slot, or below ROOT."""
-        return self.tree.candidate_BN & (self.tree.parents_BN == node_B[:, None])
+        return self.tree.children(node_B)
 
     def draw(self, p_BV: Tensor) -> Tensor:
         return categorical(p_BV, self.u_final_BD[:, 0])
@@ -167,11 +209,15 @@ def _distribution(rows_BV: Tensor) -> Tensor:
 
 
 def _greedy(inputs: _Inputs) -> BatchVerdict:
-    best_BM, walk = inputs.p_BMV.argmax(-1), _Walk(inputs.tree)
+    return _greedy_trees(inputs.p_BMV.argmax(-1), inputs.tree)
+
+
+def _greedy_trees(best_BM: Tensor, tree: TreeBatch) -> BatchVerdict:
+    walk = _Walk(tree)
     # Level by level: go to the child that is the target's best token. A slot that has stopped stays where it is.
-    for _ in range(inputs.tree.depth):
+    for _ in range(tree.depth):
         best_B1 = best_BM.gather(1, walk.node_B[:, None] + 1)
-        walk.step_to_first(inputs.children(walk.node_B) & (inputs.tree.tokens_BN == best_B1))
+        walk.step_to_first(tree.children(walk.node_B) & (tree.tokens_BN == best_B1))
     return walk.end(best_BM.gather(1, walk.node_B[:, None] + 1)[:, 0])
 
 

@@ -8,6 +8,7 @@ keep their places and numbers, so that each has its own rotary embedding and win
 
 import copy
 from collections import OrderedDict
+from types import MethodType
 from typing import TypeVar
 
 import torch
@@ -110,6 +111,9 @@ def _view(module: M, children: dict[str, nn.Module]) -> M:
     view.__dict__.update(
         _modules={**module._modules, **children}, _forward_hooks=OrderedDict(), _forward_pre_hooks=OrderedDict()
     )
+    # A fused forward is bound to the module that it was made for.
+    if "forward" in vars(module):
+        view.forward = MethodType(vars(module)["forward"].__func__, view)
     return view
 
 

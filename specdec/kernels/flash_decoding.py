@@ -3,11 +3,11 @@
 Shapes: S slots, B rows of the pass (the first B slots), N queries a row, F new entries of which the queries are the
 last N, H query heads, G key-value heads (R = H / G queries share one), L cached positions, D head size.
 
-One program owns one (slot, key-value head), or a block of its R * N queries where these are many: it puts the new keys
-and values into the cache, then its queries stand as the rows of one matrix product, and the keys stream past them block
-by block with a running softmax (Dao et al. 2022, arXiv 2205.14135), from the first one inside the window to the slot's
-own last. The length is read on the device, so the launch is the same at every step and a CUDA graph can hold it.
-Programs of the same slot and head write the same numbers to the same places, and each reads what it wrote itself.
+One program owns one (slot, key-value head), or a block of its R * N queries where these are many: its queries stand as
+the rows of one matrix product, and the keys stream past them block by block with a running softmax (Dao et al. 2022,
+arXiv 2205.14135): the past from the first one inside the window, then the entries. The length is read on the device, so
+the launch is the same at every step and a CUDA graph can hold it. The new keys and values are read where the layer made
+them, while one program of each slot and head also puts them into the cache: nothing waits for what it writes.
 """
 
 from typing import Any
@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_KEYS = 64  # a block's
+_BLOCK_BYTES = 1 << 14  # of a block of keys: three of them, and of values, lie in shared memory at once
 _LEAST = 16  # rows and columns of the smallest product
 _MOST = 64  # rows of the largest
+_PROGRAMS = 256  # that keep a GPU busy: beyond them, larger products
 
 
 def attend_cached(
@@ -52,12 +53,18 @@ def attend_cached(
     # Without a tree the kernel still wants two pointers; any tensor will do.
     tree: dict[str, Any] = {"visible": past_B, "depth": past_B}  # not read without a tree
     if visible_BNF is not None and depth_BF is not None:
-        tree = {"visible": visible_BNF.to(torch.int8).contiguous(), "depth": depth_BF.contiguous()}
-    # A program's rows are the queries that share a key-value head; a product has at least 16 rows and columns.
-    rows = min(_MOST, max(_LEAST, triton.next_power_of_2(shared * new)))
+        tree = {"visible": visible_BNF.contiguous().view(torch.int8), "depth": depth_BF.contiguous()}
+    # A program's rows are the queries that share a key-value head. Few rows a program are soonest done, while the GPU
+    # has room for more programs.
+    rows = _LEAST
+    while rows < _MOST and batch * groups * triton.cdiv(shared * new, rows) > _PROGRAMS:
+        rows *= 2
+    columns = max(_LEAST, triton.next_power_of_2(size))
+    block_keys = min(128, max(_LEAST, _BLOCK_BYTES // (columns * keys.element_size())))
     # Constants of compilation: one kernel for each kind of mask and block size.
     options = {"TREE": visible_BNF is not None, "WINDOWED": window is not None, "CAPPED": softcap is not None}
-    blocks = {"ROWS": rows, "KEYS": _KEYS, "SIZE": max(_LEAST, triton.next_power_of_2(size))}
+    blocks = {"ROWS": rows, "KEYS": block_keys, "SIZE": columns}
+    blocks["ENTRIES"] = min(64, max(_LEAST, triton.next_power_of_2(entries)))
     # One program for each slot, key-value head and block of its queries.
     _attend[(batch, groups, triton.cdiv(shared * new, rows))](
         query,
@@ -107,13 +114,13 @@ def _store_new(  # type: ignore[no-untyped-def]
     capacity,
     N: tl.constexpr,
     D: tl.constexpr,
-    KEYS: tl.constexpr,
+    ENTRIES: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """Write a slot's N new keys and values of one head into its cache, from position `first` on."""
     column = tl.arange(0, SIZE)
-    for start in range(0, N, KEYS):
-        row = start + tl.arange(0, KEYS)
+    for start in range(0, N, ENTRIES):
+        row = start + tl.arange(0, ENTRIES)
         to = first + row
         # Behind the cache's last position lies the next head's memory: nothing may be written there.
         fits = ((row < N) & (to < capacity))[:, None] & (column < D)[None, :]
@@ -121,18 +128,25 @@ def _store_new(  # type: ignore[no-untyped-def]
         v = tl.load(new_values + row[:, None] * new_value_row + column[None, :], mask=fits, other=0.0)
         tl.store(keys + to[:, None] * D + column[None, :], k.to(keys.dtype.element_ty), mask=fits)
         tl.store(values + to[:, None] * D + column[None, :], v.to(values.dtype.element_ty), mask=fits)
-    tl.debug_barrier()  # what one thread wrote another reads after this
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _tree_sees(visible, depth, slot, n, real, entry, key, length, N: tl.constexpr, F: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether each query of a tree sees each key, and the keys' positions: the past as it stands, entries by depth."""
-    inside = (entry >= 0) & (entry < F)
-    # Entry columns of the mask count from the end of the past; keys of the past are always seen.
-    at = visible + (slot * N + n[:, None]) * F + entry[None, :]
-    among = tl.load(at, mask=real[:, None] & inside[None, :], other=0)
-    position = tl.where(inside, length + tl.load(depth + slot * F + entry, mask=inside, other=0), key)
-    return (entry < 0)[None, :] | (among != 0), position
+def _read_block(  # type: ignore[no-untyped-def]
+    q, k, v, sees, scale, cap, best, total, mean, CAPPED: tl.constexpr
+):
+    """Attend to one block of keys and values: the online softmax's maximum, sum and weighted mean after it."""
+    # Scores of all query rows against this block. "ieee": no TF32, so that float32 stays exact.
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAPPED:
+        score = cap - 2 * cap / (tl.exp(2 * score / cap) + 1)  # cap * tanh(score / cap)
+    # A row that has seen nothing yet gathers nonsense, which its first visible key multiplies by exp(-1e30) = 0.
+    score = tl.where(sees, score, -1e30)
+    # Earlier sums are faded to the new maximum before this block is added.
+    higher = tl.maximum(best, tl.max(score, 1))
+    weight = tl.exp(score - higher[:, None])
+    fade = tl.exp(best - higher)
+    mean = mean * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
+    return higher, total * fade + tl.sum(weight, 1), mean
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -175,6 +189,7 @@ def _attend(  # type: ignore[no-untyped-def]
     CAPPED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    ENTRIES: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -186,64 +201,71 @@ def _attend(  # type: ignore[no-untyped-def]
     at = slot * query_slot + head * query_head + n * query_new
     q = tl.load(query + at[:, None] + column[None, :], mask=inside, other=0.0)
 
-    # 2) The new keys and values go into the cache, behind the slot's past and the entries that stand there already.
+    # 2) One program puts the new keys and values into the cache, behind the past and the entries that stand there.
     length = tl.load(past + slot)
     key_base, value_base = keys + slot * key_slot + group * key_group, values + slot * value_slot + group * value_group
-    _store_new(
-        new_keys + slot * new_key_slot + group * new_key_group,
-        new_values + slot * new_value_slot + group * new_value_group,
-        new_key_row,
-        new_value_row,
-        key_base,
-        value_base,
-        length + F - N,
-        capacity,
-        N,
-        D,
-        KEYS,
-        SIZE,
-    )
+    fresh_keys = new_keys + slot * new_key_slot + group * new_key_group
+    fresh_values = new_values + slot * new_value_slot + group * new_value_group
+    if tl.program_id(2) == 0:
+        _store_new(
+            fresh_keys,
+            fresh_values,
+            new_key_row,
+            new_value_row,
+            key_base,
+            value_base,
+            length + F - N,
+            capacity,
+            N,
+            D,
+            ENTRIES,
+            SIZE,
+        )
 
-    # 3) The queries' own positions, and the first block of keys that any of them sees.
-    position = length + n
+    # 3) The queries' own positions, and the first block of the past that any of them sees.
+    position = length + F - N + n
     if TREE:
         position = length + tl.load(depth + slot * F + F - N + n)
     first = length * 0
     if WINDOWED:  # no query stands before the end of the past
         first = tl.maximum(length - window + 1, 0) // KEYS * KEYS
 
-    # 4) Keys and values stream past the queries; best, total and mean are those of the softmax so far.
+    # 4) The past streams by; best, total and mean are those of the softmax so far. Every query sees it, in its window.
     best = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
-    for start in range(first, length + F, KEYS):
-        # One block of keys and values; what lies past the last entry reads as zero and is masked below.
+    for start in range(first, length, KEYS):
         key = start + tl.arange(0, KEYS)
-        entry = key - length
-        exists = (key < length + F)[:, None] & (column < D)[None, :]
+        exists = (key < length)[:, None] & (column < D)[None, :]
         k = tl.load(key_base + key[:, None] * D + column[None, :], mask=exists, other=0.0)
         v = tl.load(value_base + key[:, None] * D + column[None, :], mask=exists, other=0.0)
-        # Scores of all query rows against this block. "ieee": no TF32, so that float32 stays exact.
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if CAPPED:
-            score = cap - 2 * cap / (tl.exp(2 * score / cap) + 1)  # cap * tanh(score / cap)
-        # Which keys each query sees: its past, its chain or its tree's path, inside the window.
-        sees, key_position = entry[None, :] <= n[:, None], key
-        if TREE:
-            sees, key_position = _tree_sees(visible, depth, slot, n, real, entry, key, length, N, F)
+        sees = (key < length)[None, :] & real[:, None]
         if WINDOWED:
-            sees = sees & (position[:, None] - key_position[None, :] < window)
-        # A row that has seen nothing yet gathers nonsense, which its first visible key multiplies by exp(-1e30) = 0.
-        score = tl.where(sees, score, -1e30)
-        # Online softmax: earlier sums are faded to the new maximum before this block is added.
-        higher = tl.maximum(best, tl.max(score, 1))
-        weight = tl.exp(score - higher[:, None])
-        fade = tl.exp(best - higher)
-        total = total * fade + tl.sum(weight, 1)
-        mean = mean * fade[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        best = higher
+            sees = sees & (position[:, None] - key[None, :] < window)
+        best, total, mean = _read_block(q, k, v, sees, scale, cap, best, total, mean, CAPPED)
 
-    # 5) The weighted mean of the values is the attention.
+    # 5) The entries: those that the cache has, then the new ones. Each query sees its chain, or its path by the mask.
+    for start in range(0, F, ENTRIES):
+        entry = start + tl.arange(0, ENTRIES)
+        new = entry - (F - N)
+        fresh = ((new >= 0) & (new < N))[:, None] & (column < D)[None, :]
+        k = tl.load(fresh_keys + new[:, None] * new_key_row + column[None, :], mask=fresh, other=0.0)
+        v = tl.load(fresh_values + new[:, None] * new_value_row + column[None, :], mask=fresh, other=0.0)
+        k, v = k.to(keys.dtype.element_ty), v.to(values.dtype.element_ty)
+        if F > N:
+            place, held = (length + entry)[:, None] * D + column[None, :], (new < 0)[:, None] & (column < D)[None, :]
+            k = tl.where(held, tl.load(key_base + place, mask=held, other=0.0), k)
+            v = tl.where(held, tl.load(value_base + place, mask=held, other=0.0), v)
+        sees, entry_position = (new[None, :] <= n[:, None]) & (entry < F)[None, :], length + entry
+        if TREE:
+            among = visible + (slot * N + n[:, None]) * F + entry[None, :]
+            sees = tl.load(among, mask=real[:, None] & (entry < F)[None, :], other=0) != 0
+            entry_position = length + tl.load(depth + slot * F + entry, mask=entry < F, other=0)
+        if WINDOWED:
+            sees = sees & (position[:, None] - entry_position[None, :] < window)
+        best, total, mean = _read_block(q, k, v, sees, scale, cap, best, total, mean, CAPPED)
+
+    # 6) The weighted mean of the values is the attention.
     at = slot * output_slot + head * output_head + n * output_new
     to = output + at[:, None] + column[None, :]
     tl.store(to, (mean / total[:, None]).to(output.dtype.element_ty), mask=inside)

@@ -3,7 +3,8 @@ products and rotary embeddings in one kernel each, and one product where several
 
 A module of transformers is a handful of small kernels that each read and write the whole activation. Here it becomes
 one, where that gives what the module itself gives: every class is tried once, on numbers of its own size, and left as
-it is where the two disagree. Only modules of the given model change; what other models of its class do is untouched.
+it is where the two disagree. A decoder layer adds and norms in one kernel, and its last product adds to the residual.
+Only modules of the given model change; what other models of its class do is untouched.
 
 Shapes: B rows, T tokens, H width, D head size.
 """
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from ..cuda_graphs import current
 from .merged_projections import share_products
 
-Forward = Callable[[Any, Tensor], Tensor]
+Forward = Callable[..., Any]
 """(module, what it reads) -> what it gives."""
 _CLOSE = 2e-2  # of the largest value: two roundings in bfloat16
 _SCALES = (0.1, 1.0, 4.0)  # of the numbers that a fused forward is tried on
@@ -51,6 +52,7 @@ def fuse(model: nn.Module, share: bool = True) -> list[str]:
             if forward is not None:
                 module.forward = MethodType(forward, module)  # bound: a copy of the module runs on its own weights
         names = [kind.__name__ for kind, forward in fused.items() if forward is not None]
+        names += _fuse_layers(model) + _fuse_angles(model)
         # 2) Queries, keys and values, and gate and up, in one product each.
         shared = share_products(model) if share else 0
         names += [f"{shared} shared products"] if shared else []
@@ -93,25 +95,146 @@ def _norm_from_one(module: Any, x: Tensor) -> Tensor:
 def _normed(module: Any, x: Tensor, offset: float, casting: str) -> Tensor:
     from liger_kernel.ops import LigerRMSNormFunction
 
-    # Llama-like norms call it variance_epsilon, Gemma-like ones eps.
-    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 1e-6
-    normed: Tensor = LigerRMSNormFunction.apply(x, module.weight, eps, offset, casting, False)
+    normed: Tensor = LigerRMSNormFunction.apply(x, module.weight, _eps(module), offset, casting, False)
     return normed
 
 
+def _eps(norm: Any) -> float:
+    """Epsilon of a norm: Llama-like ones call it variance_epsilon, Gemma-like ones eps."""
+    return float(getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 1e-6)
+
+
+def _fuse_layers(model: nn.Module) -> list[str]:
+    """Fuse decoder layers whose norm and MLP are fused: ours, and transformers' that compute what `_layer` does.
+
+    Returns the names of their classes.
+    """
+    taken: dict[type, bool] = {}
+    module: Any
+    for module in model.modules():
+        kind, parts = type(module), dict(module.named_children())
+        if not _has_fused_parts(parts):
+            continue
+        if hasattr(kind, "finish"):
+            module.finish = MethodType(_finish_ours, module)
+            taken[kind] = True
+        elif parts.keys() == {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
+            if kind not in taken:
+                taken[kind] = _layers_agree(module)
+            if taken[kind]:
+                module.forward = MethodType(_layer, module)
+    return [kind.__name__ for kind, agrees in taken.items() if agrees]
+
+
+def _has_fused_parts(parts: dict[str, nn.Module]) -> bool:
+    norm, mlp = (_forward_of(parts.get(name)) for name in ("post_attention_layernorm", "mlp"))
+    return norm in (_norm, _norm_from_one) and mlp is _gated
+
+
+def _forward_of(module: nn.Module | None) -> object:
+    """The fused forward that a module has, if any."""
+    return None if module is None else getattr(vars(module).get("forward"), "__func__", None)
+
+
+def _layer(module: Any, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
+    """Decoder layer of pre-norm attention and gated MLP. Where something learns, or a copy of the layer has other
+    parts, the class's own forward runs."""
+    if _trains(hidden_states) or rest or not _has_fused_parts(dict(module.named_children())):
+        return type(module).forward(module, hidden_states, *rest, **named)
+    attended = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **named)[0]
+    return _finish(module, hidden_states, attended)
+
+
+def _trains(x: Tensor) -> bool:
+    """Whether a pass may be one of training, which neither sums in place nor kernels without autocast serve."""
+    return torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
+
+
+def _finish_ours(module: Any, residual: Tensor, attended: Tensor) -> Tensor:
+    """`DecoderLayer.finish` of our own drafts."""
+    if _trains(residual):
+        learned: Tensor = type(module).finish(module, residual, attended)
+        return learned
+    return _finish(module, residual, module.self_attn.o_proj(attended.flatten(-2)))
+
+
+def _finish(module: Any, residual: Tensor, attended: Tensor) -> Tensor:
+    """What a decoder layer gives [..., H]: residual and attention's output, and the MLP of their normed sum."""
+    from .pointwise import add_norm
+
+    # The sum is normed in the same kernel.
+    norm, down = module.post_attention_layernorm, module.mlp.down_proj
+    offset, late = (0.0, True) if _forward_of(norm) is _norm else (1.0, False)
+    state, normed = add_norm(residual, attended, norm.weight, _eps(norm), offset, late)
+    product = _gated_product(module.mlp, normed)
+    # Nobody else reads the sum, so the last product is added in its place.
+    plain = type(down) is nn.Linear and down.bias is None
+    if plain:
+        state.flatten(0, -2).addmm_(product.flatten(0, -2), down.weight.t())
+    return state if plain else state + down(product)
+
+
+def _layers_agree(module: Any) -> bool:
+    """Whether `_layer` and the class's own forward agree, whatever attention gives. No hook of the layer runs: those of
+    a sharded target would take its weights apart again."""
+    weight = module.post_attention_layernorm.weight
+    row_11H = torch.linspace(-3, 3, len(weight), device=weight.device, dtype=weight.dtype)[None, None]
+    # A stand-in for attention: the layer's own wants positions and a cache.
+    own = vars(module.self_attn).get("forward")
+    module.self_attn.forward = lambda hidden_states, **named: (hidden_states.flip(-1), None)
+    try:
+        rows = [scale * row_11H for scale in _SCALES]
+        pairs = [(type(module).forward(module, row_11H), _layer(module, row_11H)) for row_11H in rows]
+    except (TypeError, AttributeError):  # it reads something else
+        return False
+    finally:
+        del module.self_attn.forward
+        if own is not None:
+            module.self_attn.forward = own
+    return all(isinstance(theirs, Tensor) and _close(theirs, ours) for theirs, ours in pairs)
+
+
+def _fuse_angles(model: nn.Module) -> list[str]:
+    """Fuse the modules that make a pass's rotary angles, where frequencies are fixed; returns their classes' names."""
+    names: list[str] = []
+    module: Any
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        fixed = isinstance(kind, str) and "dynamic" not in kind and kind != "longrope"
+        if not fixed or not hasattr(module, "inv_freq") or not hasattr(module, "attention_scaling"):
+            continue
+        positions_BN = torch.tensor([[0, 1, 2, 1000], [7, 63, 64, 8000]], device=module.inv_freq.device)
+        x = module.inv_freq.new_zeros(1)
+        if all(map(_close, module(x, positions_BN), _angles(module, x, positions_BN))):
+            module.forward = MethodType(_angles, module)
+            names.append(type(module).__name__)
+    return names
+
+
+def _angles(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [B, T, D] of a module's rotary angles in x's type."""
+    from .pointwise import angles
+
+    return angles(position_ids, module.inv_freq, float(module.attention_scaling), x.dtype)
+
+
 def _gated(module: Any, x: Tensor) -> Tensor:
+    down: Tensor = module.down_proj(_gated_product(module, x))
+    return down
+
+
+def _gated_product(module: Any, x: Tensor) -> Tensor:
+    """What the down projection of a gated MLP reads [..., I]."""
     gate, up = module.gate_proj(x), module.up_proj(x)
     # Our own kernel has no gradient, Liger's has.
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):  # an adapter learns below
         from liger_kernel.ops import LigerSiLUMulFunction
 
-        product = LigerSiLUMulFunction.apply(gate, up)
-    else:
-        from .pointwise import gated_silu
+        product: Tensor = LigerSiLUMulFunction.apply(gate, up)
+        return product
+    from .pointwise import gated_silu
 
-        product = gated_silu(gate, up)
-    down: Tensor = module.down_proj(product)
-    return down
+    return gated_silu(gate, up)
 
 
 def _agree(module: Any, fused: Forward) -> bool:

@@ -1,11 +1,12 @@
-"""Small Triton kernels that read slices of a wider product where they lie: rotary embeddings and gated activations.
+"""Small Triton kernels that read slices of a wider product where they lie: rotary embeddings, gated activations, norms.
 
-Shapes: B rows, N tokens, Q query heads, G key-value heads, D head size, F = D / 2 rotated pairs, I inner size, R rows
-of a product.
+Shapes: B rows, N tokens, Q query heads, G key-value heads, D head size, F = D / 2 rotated pairs, H width, I inner size,
+R rows of a product.
 
 Inside, numbers are float32 and are rounded once. No kernel here has a gradient.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -58,6 +59,28 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
         gate_RI, up_RI, output, gate_RI.stride(0), up_RI.stride(0), size, COLUMNS=_INNER, num_warps=4
     )
     return output
+
+
+def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float, offset: float, late: bool) -> tuple[Tensor, Tensor]:
+    """Sum x + y of [..., H], and its RMSNorm by weight + offset; `late`: rounded before the weight, as Llama's is."""
+    total, normed = x.new_empty(x.shape), x.new_empty(x.shape)  # contiguous, whatever x is
+    x_RH, y_RH = _rows(x), _rows(y)
+    _add_norm[(len(x_RH),)](
+        x_RH, y_RH, weight, total, normed, x_RH.stride(0), y_RH.stride(0), x.shape[-1], eps, offset,
+        LATE=late, WIDTH=triton.next_power_of_2(x.shape[-1]), num_warps=4,
+    )  # fmt: skip
+    return total, normed
+
+
+def angles(positions_BN: Tensor, frequency_F: Tensor, stretch: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [B, N, D] of rotary angles, times `stretch`, the same for both halves of a head."""
+    pairs = len(frequency_F)
+    cos, sin = torch.empty(2, *positions_BN.shape, 2 * pairs, dtype=dtype, device=positions_BN.device)
+    _angles[(positions_BN.numel(),)](
+        positions_BN, frequency_F, cos, sin, stretch, *positions_BN.stride(), positions_BN.shape[1], pairs,
+        PAIRS=triton.next_power_of_2(pairs), num_warps=1,
+    )  # fmt: skip
+    return cos, sin
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -146,3 +169,39 @@ def _gated_silu(gate, up, output, gate_row, up_row, size, COLUMNS: tl.constexpr)
     x = tl.load(gate + row * gate_row + column, mask=real, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_row + column, mask=real, other=0.0).to(tl.float32)
     tl.store(output + row * size + column, (x * tl.sigmoid(x) * y).to(output.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _add_norm(  # type: ignore[no-untyped-def]
+    x, y, weight, total, normed, x_row, y_row, size, eps, offset, LATE: tl.constexpr, WIDTH: tl.constexpr
+):
+    # A program owns one row. The sum is rounded as it is stored, and the norm reads it so.
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    real = column < size
+    left = tl.load(x + row * x_row + column, mask=real, other=0.0).to(tl.float32)
+    right = tl.load(y + row * y_row + column, mask=real, other=0.0).to(tl.float32)
+    added = (left + right).to(total.dtype.element_ty)
+    tl.store(total + row * size + column, added, mask=real)
+    added = added.to(tl.float32)
+    scaled = added * tl.rsqrt(tl.sum(added * added, 0) / size + eps)
+    if LATE:
+        scaled = scaled.to(normed.dtype.element_ty).to(tl.float32)
+    by = tl.load(weight + column, mask=real, other=0.0).to(tl.float32) + offset
+    tl.store(normed + row * size + column, (scaled * by).to(normed.dtype.element_ty), mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _angles(  # type: ignore[no-untyped-def]
+    positions, frequency, cos, sin, stretch, position_slot, position_new, new, pairs, PAIRS: tl.constexpr
+):
+    # A program owns one token.
+    slot, n, pair = tl.program_id(0) // new, tl.program_id(0) % new, tl.arange(0, PAIRS)
+    real = pair < pairs
+    position = tl.load(positions + slot * position_slot + n * position_new).to(tl.float32)
+    angle = position * tl.load(frequency + pair, mask=real, other=0.0).to(tl.float32)
+    turned = (tl.cos(angle) * stretch).to(cos.dtype.element_ty), (tl.sin(angle) * stretch).to(sin.dtype.element_ty)
+    at = tl.program_id(0).to(tl.int64) * 2 * pairs + pair
+    tl.store(cos + at, turned[0], mask=real)
+    tl.store(cos + at + pairs, turned[0], mask=real)
+    tl.store(sin + at, turned[1], mask=real)
+    tl.store(sin + at + pairs, turned[1], mask=real)

@@ -65,10 +65,9 @@ class FeatureDrafter(ABC, Generic[D]):
         self._state_SH[slots_R] = self._read_pairs(pairs, states, self._cache.prefill(slots_R, pairs.counts_B))
 
     def open(self, batch: int, chain: bool) -> Tensor:
-        self._branches, self._chain = Branches(self._cache, batch, chain), chain
-        self._known_BEH = self._state_SH[
-            :batch, None
-        ]  # the root's state, then those of the nodes read; of chains the last
+        self._branches, self._chain = Branches(self._cache, chain), chain
+        # The root's state, then those of the nodes read; of chains the last.
+        self._known_BEH = self._state_SH[:batch, None]
         return self._logits(self._state_SH[:batch])
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:

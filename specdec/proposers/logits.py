@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kv_cache import runs_triton
 from ..models import States
 from ..replay.packing import Pack
 from ..sampling import penalised, probabilities
@@ -19,6 +20,8 @@ from .base import UNRANKED, Trace
 
 MOST_PAIRS = 1 << 22
 """Most query-key pairs of the texts that are traced at once: attention off packed rows holds a score for each."""
+MOST_RANKS = 64
+"""Most ranks that kernels find one after another; for more of them a sort is faster."""
 _MOST_LOGITS = 1 << 25
 """Most logits (rows x vocabulary) that a trace holds at once."""
 Head = Callable[[Tensor], Tensor]
@@ -85,6 +88,15 @@ def last_of(x_BNH: Tensor, counts_B: Tensor) -> Tensor:
     return gather_rows(x_BNH, (counts_B - 1).clamp(min=0)[:, None])[:, 0]
 
 
+def likeliest_logp(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [..., R] in float32 of the `count` best tokens of each row, and the tokens, as `likeliest`."""
+    if count <= MOST_RANKS and runs_triton(logits.device):
+        from ..kernels.top_tokens import top_tokens
+
+        return top_tokens(logits, count, normalised=True)
+    return likeliest(logits.float().log_softmax(-1), count)
+
+
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Top-k with ties in order: the `count` best logits [..., R] of each row [..., V], best first, and their tokens.
     Among equal logits lower token ids come first.
@@ -92,7 +104,12 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     That is the order of `argmax`. `topk` promises none: on the CPU it returns any of the tokens that tie, in any order,
     even for a count of 1, and in bfloat16 many rows have ties near the top.
     """
-    # argmax settles ties by itself.
+    # The kernels settle ties by themselves, and so does argmax.
+    if count <= MOST_RANKS and runs_triton(logits.device):
+        from ..kernels.top_tokens import top_tokens
+
+        scores, ids = top_tokens(logits, count)
+        return scores.to(logits.dtype), ids
     if count == 1:
         tokens = logits.argmax(-1, keepdim=True)
         return logits.gather(-1, tokens), tokens

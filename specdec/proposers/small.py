@@ -49,7 +49,7 @@ class SmallDrafter:
         self._cache.keep(unread.counts_B)
 
         # Drafted nodes go past them, and are dropped with the round.
-        self._branches = Branches(self._cache, batch, chain)
+        self._branches = Branches(self._cache, chain)
         return self._lm.logits(last_of(hidden_BNH, unread.counts_B))
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:

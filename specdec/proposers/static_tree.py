@@ -4,6 +4,7 @@ Shapes: B slots, N nodes, F nodes that have children on one level, C children, V
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class StaticProposer(FollowsDrafter):
             growing.draw(level, logits_BFV)
             inner = [node for node in level if node in growing.entry]
             if inner:
-                tokens_BF, parents_BF = growing.read(inner)
+                tokens_BF, parents_BF = growing.read(level, inner)
                 logits_BFV = self._drafter.expand(tokens_BF, parents_BF, depth)
         return growing.draft(chain=self.chain)
 
@@ -85,7 +86,7 @@ class StaticProposer(FollowsDrafter):
 
         # A chain ends where the draft has no finite logit.
         scores_BK, tokens_BK = (torch.cat(part, 1) for part in zip(*best))
-        said_B = scores_BK.isfinite().long().cumprod(1).sum(1)  # a draft with nothing to say drafts nothing
+        said_B = scores_BK.isfinite().cumprod(1).sum(1)  # a draft with nothing to say drafts nothing
         return Draft.of_chains(tokens_BK, torch.minimum(ask.limits_B, said_B), "deterministic")
 
 
@@ -93,42 +94,43 @@ class _PartialTree:
     """Trees of one round as they grow: tokens, candidates and q on the device; their shape on the host."""
 
     def __init__(self, shape: TreeShape, ask: Ask, drawn: Drawn, logits_BFV: Tensor) -> None:
-        # Nodes and which of them lie within each slot's limit.
         self.shape, self.ask, self.drawn = shape, ask, drawn
         self.entry = {node: place for place, node in enumerate(shape.inner)}  # the order in which nodes are read
-        batch, device = len(ask.limits_B), logits_BFV.device
-        self.tokens_BN = torch.zeros(batch, len(shape), dtype=torch.long, device=device)
-        levels_N = constant(tuple(len(choice) for choice in shape.choices), device)
-        self.candidate_BN = levels_N <= ask.limits_B[:, None]
+        self._device = logits_BFV.device
+        # Tokens of each level, and marks of those that exist.
+        self._tokens: list[Tensor] = []
+        self._possible: list[Tensor] = []
 
         # Draws: q of every node, and one uniform number for each. Greedy slots may stand beside drawing ones.
         self.q_BNV: Tensor | None = None
         self.some_greedy = ask.uniforms is None or any(setting.greedy for setting in ask.sampling)
         if ask.uniforms is not None:
-            self.q_BNV = logits_BFV.new_zeros(batch, len(shape), logits_BFV.shape[-1], dtype=torch.float32)
+            size = (len(ask.limits_B), len(shape), logits_BFV.shape[-1])
+            self.q_BNV = logits_BFV.new_zeros(size, dtype=torch.float32)
             self._u_BN = ask.uniforms(len(shape))
-            self._greedy_B = constant(tuple(one.greedy for one in ask.sampling), device, torch.bool)
+            self._greedy_B = constant(tuple(one.greedy for one in ask.sampling), self._device, torch.bool)
 
         # Repetition penalties: tokens seen on the way to each node of the frontier.
         self._frontier = [-1]  # nodes that the logits at hand follow
         self._seen_BFV = None if ask.seen_BV is None else ask.seen_BV[:, None]
 
     def draw(self, level: range, logits_BFV: Tensor) -> None:
-        """Fill in a level's tokens from the logits of its parents, rank by rank."""
-        # Where each parent's logits stand.
+        """Add a level's tokens from the logits of its parents."""
+        # Where each parent's logits stand, and which of its children each node is.
         place = {node: at for at, node in enumerate(self._frontier)}
-        choices = self.shape.choices
-        self._look(logits_BFV, 1 + max(choices[node][-1] for node in level))
+        above = [place[self.shape.parents[node]] for node in level]
+        ranks = [self.shape.choices[node][-1] for node in level]
+        self._look(logits_BFV, 1 + max(ranks))
+        pick = self._pick_likeliest if self.q_BNV is None else partial(self._pick_drawn, level)
+        tokens_BC, possible_BC = pick(above, ranks)
 
-        # Siblings rank by rank: without replacement, a draw changes what is left for the next rank.
-        for rank in sorted({choices[node][-1] for node in level}):
-            nodes = [node for node in level if choices[node][-1] == rank]
-            nodes_C = self._constant(nodes)
-            parents_C = self._constant([place[self.shape.parents[node]] for node in nodes])
-            tokens_BC, possible_BC = self._pick(nodes_C, parents_C, rank)
-            self.tokens_BN[:, nodes_C] = tokens_BC
-            self.candidate_BN[:, nodes_C] &= possible_BC
-        self._drop_orphans(level)
+        # What stands below no candidate is none.
+        if self._possible:
+            first = level.start - self._possible[-1].shape[1]
+            parents_C = self._constant([self.shape.parents[node] - first for node in level])
+            possible_BC = possible_BC & self._possible[-1][:, parents_C]
+        self._tokens.append(tokens_BC)
+        self._possible.append(possible_BC)
 
     def _look(self, logits_BFV: Tensor, ranks: int) -> None:
         """Compute the likeliest tokens of each parent, and q where children are drawn.
@@ -151,32 +153,42 @@ class _PartialTree:
             # What is left to draw from: it shrinks without replacement.
             self._left_BFV = self._q_BFV.clone()
 
-    def _pick(self, nodes_C: Tensor, parents_C: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-        """Tokens [B, C] of the children of one rank, and marks [B, C] of those that exist."""
-        # Greedy: the token of this rank, if its logit is finite.
-        if self.some_greedy:
-            best_BC = self._best_ids_BFR[:, parents_C, rank]
-            finite_BC = self._best_BFR[:, parents_C, rank].isfinite()
-        if self.q_BNV is None:
-            return best_BC, finite_BC
+    def _pick_likeliest(self, above: list[int], ranks: list[int]) -> tuple[Tensor, Tensor]:
+        """Tokens [B, C] of these ranks below these parents, and marks [B, C] of those whose logit is finite."""
+        at_C = self._constant([place * self._best_ids_BFR.shape[2] + rank for place, rank in zip(above, ranks)])
+        return self._best_ids_BFR.flatten(1)[:, at_C], self._best_BFR.flatten(1)[:, at_C].isfinite()
 
-        # Drawn: with the node's own number, from the mass that is left.
-        left_BCV = self._left_BFV[:, parents_C]
-        tokens_BC, possible_BC = categorical(left_BCV, self._u_BN[:, nodes_C]), left_BCV.sum(-1) > 0
+    def _pick_drawn(self, level: range, above: list[int], ranks: list[int]) -> tuple[Tensor, Tensor]:
+        """Tokens [B, C] of a level, drawn with each node's own number, and marks [B, C] of those that exist."""
+        assert self.q_BNV is not None
+        tokens_BC = torch.zeros(len(self._u_BN), len(level), dtype=torch.long, device=self._device)
+        possible_BC = torch.zeros_like(tokens_BC, dtype=torch.bool)
+
+        # Siblings rank by rank: without replacement, a draw changes what is left for the next rank.
+        for rank in sorted(set(ranks)):
+            some = [place for place, other in enumerate(ranks) if other == rank]
+            some_C, parents_C = self._constant(some), self._constant([above[place] for place in some])
+            nodes_C = self._constant([level[place] for place in some])
+            left_BCV = self._left_BFV[:, parents_C]
+            drawn_BC = categorical(left_BCV, self._u_BN[:, nodes_C])
+            tokens_BC[:, some_C], possible_BC[:, some_C] = drawn_BC, left_BCV.sum(-1) > 0
+
+            # q is the whole distribution, also without replacement: accept rules remove earlier siblings.
+            self.q_BNV[:, nodes_C] = self._q_BFV[:, parents_C]
+            if self.drawn == "without_replacement":
+                self._left_BFV[:, parents_C] = left_BCV.scatter(-1, drawn_BC[..., None], 0.0)
+
+        # Greedy slots beside them.
         if self.some_greedy:
+            best_BC, finite_BC = self._pick_likeliest(above, ranks)
             tokens_BC = torch.where(self._greedy_B[:, None], best_BC, tokens_BC)
             possible_BC = torch.where(self._greedy_B[:, None], finite_BC, possible_BC)
-
-        # q is the whole distribution, also without replacement: accept rules remove earlier siblings.
-        self.q_BNV[:, nodes_C] = self._q_BFV[:, parents_C]
-        if self.drawn == "without_replacement":
-            self._left_BFV[:, parents_C] = left_BCV.scatter(-1, tokens_BC[..., None], 0.0)
         return tokens_BC, possible_BC
 
-    def read(self, inner: list[int]) -> tuple[Tensor, Tensor]:
-        """Tokens and parents [B, F] of the nodes to read next; the next level is drawn from their logits."""
+    def read(self, level: range, inner: list[int]) -> tuple[Tensor, Tensor]:
+        """Tokens and parents [B, F] of the level's nodes to read next; the next level is drawn from their logits."""
         # A node that is read has seen what its parent has, and itself.
-        tokens_BF = self.tokens_BN[:, self._constant(inner)]
+        tokens_BF = self._tokens[-1][:, self._constant([node - level.start for node in inner])]
         if self._seen_BFV is not None:
             above_F = self._constant([self._frontier.index(self.shape.parents[node]) for node in inner])
             self._seen_BFV = see(self._seen_BFV[:, above_F], tokens_BF)
@@ -187,15 +199,12 @@ class _PartialTree:
         return tokens_BF, parents_F.expand(len(tokens_BF), -1)
 
     def draft(self, chain: bool) -> Draft:
-        parents_BN = self._constant(self.shape.parents).expand(*self.tokens_BN.shape)
-        tree = TreeBatch(self.tokens_BN, parents_BN, self.candidate_BN, self.shape.depth, self.drawn)
+        """The trees. Nodes past a slot's limit are no candidates."""
+        tokens_BN, levels_N = torch.cat(self._tokens, 1), [len(choice) for choice in self.shape.choices]
+        candidate_BN = torch.cat(self._possible, 1) & (self._constant(levels_N) <= self.ask.limits_B[:, None])
+        parents_BN = self._constant(self.shape.parents).expand(*tokens_BN.shape)
+        tree = TreeBatch(tokens_BN, parents_BN, candidate_BN, self.shape.depth, self.drawn)
         return Draft(tree, self.q_BNV, chain)
 
-    def _drop_orphans(self, level: range) -> None:
-        """Unmark candidates whose parent is no candidate."""
-        parents = self.shape.parents[level.start : level.stop]
-        if parents and parents[0] >= 0:
-            self.candidate_BN[:, level.start : level.stop] &= self.candidate_BN[:, self._constant(parents)]
-
     def _constant(self, values: Sequence[int]) -> Tensor:
-        return constant(tuple(values), self.tokens_BN.device)
+        return constant(tuple(values), self._device)

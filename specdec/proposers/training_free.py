@@ -10,15 +10,21 @@ if TYPE_CHECKING:
     from ..models import CausalModel
     from .base import Proposer
     from .cascade import Helper
-    from .prompt_lookup import PromptLookup
+    from .prompt_lookup import LookupHelper, PromptLookup
 
 LOOKUP = "lookup"
 
 
-def _lookup(target: "CausalModel | None" = None) -> "PromptLookup":
+def _lookup(target: "CausalModel") -> "PromptLookup":
     from .prompt_lookup import PromptLookup
 
     return PromptLookup()
+
+
+def _lookup_helper() -> "LookupHelper":
+    from .prompt_lookup import LookupHelper
+
+    return LookupHelper()
 
 
 def _suffix(target: "CausalModel") -> "Proposer":
@@ -47,5 +53,5 @@ TRAINING_FREE: dict[str, Callable[["CausalModel"], "Proposer"]] = {
 }
 """Makes a proposer of that name for a target."""
 
-HELPERS: dict[str, Callable[[], "Helper"]] = {LOOKUP: _lookup}
+HELPERS: dict[str, Callable[[], "Helper"]] = {LOOKUP: _lookup_helper}
 """Makes a helper of that name for a small draft (cascade.py)."""

@@ -13,7 +13,7 @@ from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.proposers.base import Proposer
 from draftforge.specdec.proposers.cascade import CascadeProposer
 from draftforge.specdec.proposers.cross_tokenizer import ForeignProposer
-from draftforge.specdec.proposers.prompt_lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import LookupHelper, PromptLookup
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
@@ -29,7 +29,7 @@ def test_greedy_output_is_byte_equal_and_nearly_all_drafts_are_right(real_target
     asked = [render(tokenizer, [Message(role="user", content=text)], None, {}) for text in QUESTIONS]
     requests = [Request(ids, SamplingSettings(), 0, 20, target.stop_ids) for ids in asked]
     plain = dict(generate(target, None, requests, batch_size=2))
-    cascade = CascadeProposer(itself, PromptLookup())
+    cascade = CascadeProposer(itself, LookupHelper())
     by_text = ForeignProposer(ForeignDraft.from_tokenizers(itself, tokenizer, tokenizer, target.vocab_size))
     proposers: dict[str, Proposer] = {"lookup": PromptLookup(), "cascade": cascade, "by text": by_text}
     for name, proposer in proposers.items():

@@ -12,10 +12,11 @@ from proposing import CHAINS, DRAWN_TREES, TREES, WAITING, proposer_named, takes
 from stand_ins import target
 from torch import Tensor
 
-from draftforge.specdec import decoder, kv_cache
+from draftforge.specdec import decoder, kv_cache, tree, verify_batch
 from draftforge.specdec.cuda_graphs import OpCounter, Replays
 from draftforge.specdec.decoder import Generation, generate
 from draftforge.specdec.kernels.attention import attention
+from draftforge.specdec.proposers import logits, prompt_lookup
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -47,16 +48,23 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def on_kernel(fixed: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And lengths that only attention reads, by the kernel."""
+def unread(fixed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And lengths that only attention reads."""
     pytest.importorskip("triton")
     monkeypatch.setattr(kv_cache, "reads_lengths", lambda device: True)
     monkeypatch.setattr("draftforge.specdec.proposers.base.Texts.cut", lambda texts: texts)
 
 
 @pytest.fixture
-def on_stand_in(on_kernel: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same with plain operations in the kernel's place: its interpreter takes its time."""
+def on_kernels(unread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels."""
+    for module in (kv_cache, logits, prompt_lookup, tree, verify_batch):
+        monkeypatch.setattr(module, "runs_triton", lambda device: True)
+
+
+@pytest.fixture
+def on_stand_in(unread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By plain operations in place of the kernels, whose interpreter takes its time."""
     monkeypatch.setattr("draftforge.specdec.kernels.flash_decoding.attend_cached", plainly)
 
 
@@ -107,11 +115,11 @@ def test_few_sizes_change_no_round(name: str, request: pytest.FixtureRequest) ->
 
 
 @pytest.mark.slow  # Triton's interpreter
-@pytest.mark.parametrize("name", ["lookup", "eagle3-dynamic"])
-def test_the_kernel_changes_no_round(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name", ["lookup", "eagle3", "eagle3-tree", "eagle3-dynamic"])
+def test_the_kernels_change_no_round(name: str, request: pytest.FixtureRequest) -> None:
     requests = asked(GREEDY, tokens=5)[:3]
     expected = answers(name, requests, "greedy", 3)
-    request.getfixturevalue("on_kernel")
+    request.getfixturevalue("on_kernels")
     assert same(answers(name, requests, "greedy", 3), expected)
 
 

@@ -50,8 +50,8 @@ def test_another_mask_or_cache_draws_another_picture(
 ) -> None:
     before = script.draw(script.play())
     if broken == "mask":
-        lower = property(lambda tree: torch.ones(1, 6, 6, dtype=torch.bool).tril())
-        monkeypatch.setattr(TreeBatch, "ancestors_BNN", lower)
+        depths, lower = TreeBatch.below_one_root, torch.ones(1, 7, 7, dtype=torch.bool).tril()
+        monkeypatch.setattr(TreeBatch, "below_one_root", lambda tree: (depths(tree)[0], lower))
     else:
         monkeypatch.setattr(KVCache, "keep_path", lambda cache, path_BD, counts: cache.keep(counts))
     assert script.draw(script.play()) != before

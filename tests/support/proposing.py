@@ -15,7 +15,7 @@ from draftforge.specdec.proposers.dynamic_tree import DynamicProposer
 from draftforge.specdec.proposers.factory import make_drafter, make_proposer
 from draftforge.specdec.proposers.lookahead import JacobiProposer, LookaheadProposer
 from draftforge.specdec.proposers.merged import MergedProposer
-from draftforge.specdec.proposers.prompt_lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import LookupHelper, PromptLookup
 from draftforge.specdec.proposers.static_tree import StaticProposer
 from draftforge.specdec.proposers.suffix import SuffixProposer
 from draftforge.specdec.proposers.tree_shape import Drawn, TreeShape
@@ -34,7 +34,7 @@ TRAINING_FREE: dict[str, Callable[[], Proposer]] = {
     "suffix": lambda: SuffixProposer(nodes=9),
     "lookahead": lambda: LookaheadProposer(window=4, guesses=2),
 }
-WAITING = (*TRAINING_FREE, "cascade", "cascade-small", "small-elsewhere", "eagle3-elsewhere")
+WAITING = ("jacobi", "suffix", "lookahead", "cascade", "cascade-small", "small-elsewhere", "eagle3-elsewhere")
 """What reads tokens on the host, or waits for a device."""
 DECODED = ("small-merged", "jacobi", "lookahead")
 """What no recorded answer tells the rounds of."""
@@ -87,7 +87,7 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
     if name in TRAINING_FREE:
         return TRAINING_FREE[name]()
     if name.startswith("cascade"):
-        helper = PromptLookup() if name == "cascade" else SmallHelper(near_copy(model, 2 * noise, seed=7), most=2)
+        helper = LookupHelper() if name == "cascade" else SmallHelper(near_copy(model, 2 * noise, seed=7), most=2)
         return CascadeProposer(near_copy(model, noise), helper)
     family, _, kind = name.partition("-")
     deep, kind = kind.startswith("deep"), kind.removeprefix("deep").removeprefix("-")

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from draftforge.specdec.kernels.attention import attention
 from draftforge.specdec.kernels.flash_decoding import attend_cached
 from draftforge.specdec.kv_cache import KVCache
+from draftforge.specdec.tree import tree_mask
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAST = [0, 3, 64, 127, 150]  # 150 + 1 keys: more than two blocks, and no multiple of one
@@ -89,6 +90,30 @@ def test_a_tree_sees_its_ancestors(window: int | None) -> None:
     past_B = torch.tensor(past, device=DEVICE)
     found = attend_new(query, keys, values, past_B, 6, None, window, None, visible_BNF, depth_BF)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("entries", "new"), [(70, 70), (70, 20), (9, 9)])
+@pytest.mark.parametrize("window", [None, 66])
+def test_trees_of_several_blocks(entries: int, new: int, window: int | None) -> None:
+    """Entries of which the cache has some, more than a block of them, and programs of more rows than the fewest."""
+    draw_parent = torch.Generator().manual_seed(entries)
+    parents = [int(torch.randint(-1, entry, (1,), generator=draw_parent)) for entry in range(entries)]
+    past_B = torch.tensor([0, 5, 130], device=DEVICE)
+    depth_BF, visible_BNF = tree_mask(torch.tensor([parents] * 3, device=DEVICE), entries, new)
+    query, keys, values = draw(3, 6, new, 32), draw(3, 2, 210, 32), draw(3, 2, 210, 32) + 1
+    cache = KVCache(3, 210, DEVICE)
+    cache.lengths_S[:] = past_B
+    with patch("draftforge.specdec.kv_cache.reads_lengths", return_value=False):
+        step = cache.branch(depth_BF, visible_BNF)
+    assert step.visible_BNL is not None and step.key_positions_BL is not None and step.positions_BN is not None
+    seen = windowed(step.visible_BNL, step.positions_BN, step.key_positions_BL, window)
+    length = seen.shape[-1]
+    expected = attention(query, keys[:, :, :length], values[:, :, :length], seen[:, None], None)
+    for programs in (256, 1):
+        with patch("draftforge.specdec.kernels.flash_decoding._PROGRAMS", programs):
+            found = attend_new(query, keys, values, past_B, entries, None, window, None, visible_BNF, depth_BF)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_half_precision_rounds_once() -> None:

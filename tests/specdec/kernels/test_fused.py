@@ -20,6 +20,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from draftforge.specdec.decoder import generate
+from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.kernels import fused, pointwise
 from draftforge.specdec.kernels.fused import _Rotary, fuse
 from draftforge.specdec.models import CausalModel
@@ -61,6 +62,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ops.LigerRMSNormFunction, ops.LigerSiLUMulFunction = Norm, Product
     counted: Any = ModuleType("pointwise")
     counted.rotate, counted.gated_silu = Rope.rotate, pointwise.gated_silu
+    counted.add_norm, counted.angles = pointwise.add_norm, pointwise.angles
     monkeypatch.setitem(sys.modules, "draftforge.specdec.kernels.pointwise", counted)
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
@@ -92,6 +94,38 @@ def test_a_fused_model_says_what_it_said(family: str) -> None:
     after = logits(model)
     assert Norm.calls > 2 * model.num_layers and Rope.calls > model.num_layers
     torch.testing.assert_close(after, before, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_layers_add_in_their_norms_and_products(dtype: torch.dtype) -> None:
+    """States of the layers before are left as they are: drafts read them."""
+    model = CausalModel(tiny(*SUPPORTED["llama"]).to(dtype))
+    with torch.no_grad():
+        before = model.states(IDS, aux_layers=(1, model.num_layers))
+        names = fuse(model.model)
+        after = model.states(IDS, aux_layers=(1, model.num_layers))
+    assert "LlamaDecoderLayer" in names and "LlamaRotaryEmbedding" in names
+    for found, expected in zip(after, before):
+        assert found is not None and expected is not None
+        assert float((found - expected).norm()) <= (1e-5 if dtype == torch.float32 else 2e-2) * float(expected.norm())
+
+
+def test_layers_that_compute_something_else_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny(*SUPPORTED["llama"])
+    forward = type(model.get_decoder().layers[0]).forward
+    monkeypatch.setattr(
+        type(model.get_decoder().layers[0]), "forward", lambda *args, **named: 2 * forward(*args, **named)
+    )
+    assert "LlamaDecoderLayer" not in fuse(model)
+
+
+def test_a_layer_of_a_fused_target_may_lack_parts() -> None:
+    """And what is left runs as before: a fused forward belongs to one module."""
+    model = CausalModel(tiny(*SUPPORTED["llama"]).requires_grad_(False))
+    skipped = SkippedLayers(mlp=(0,), attention=(1,))
+    before = logits(SkippedDraft(model, skipped).lm)
+    assert "LlamaDecoderLayer" in fuse(model.model)
+    torch.testing.assert_close(logits(SkippedDraft(model, skipped).lm), before, rtol=1e-4, atol=1e-4)
 
 
 def test_gated_products_of_another_activation_stay() -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from draftforge.specdec.drafts import layers
 from draftforge.specdec.drafts.layers import LinearRope, Rope, RopeScaling, YarnRope
-from draftforge.specdec.kernels.pointwise import gated_silu, rotate
+from draftforge.specdec.kernels.pointwise import add_norm, angles, gated_silu, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -67,3 +67,23 @@ def test_half_precision_is_rounded_once() -> None:
     gate, up = draw(4, 64).half(), draw(4, 64).half() * 3
     exact = torch.nn.functional.silu(gate.float()) * up.float()
     assert torch.equal(gated_silu(gate, up), exact.half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("offset", "late"), [(0.0, True), (1.0, False)])
+def test_sums_are_normed(offset: float, late: bool, dtype: torch.dtype) -> None:
+    """As Llama does, and as Gemma does; rows may be slices."""
+    x, y, weight = draw(2, 3, 90).to(dtype)[..., :80], draw(2, 3, 80).to(dtype), draw(80).to(dtype)
+    total, normed = add_norm(x, y, weight, 1e-5, offset, late)
+    assert torch.equal(total, x + y)
+    scaled = total.float() * (total.float().pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+    expected = weight * scaled.to(dtype) if late else (scaled * (weight.float() + offset)).to(dtype)
+    torch.testing.assert_close(normed, expected)
+
+
+def test_angles_are_those_of_both_halves() -> None:
+    positions_BN = torch.tensor([[0, 5, 9000]], device=DEVICE).expand(2, -1)
+    frequency_F = 10000.0 ** (-torch.arange(6, device=DEVICE) / 6)
+    angle = (positions_BN[..., None].float() * frequency_F).repeat(1, 1, 2)
+    expected = (1.5 * angle.cos(), 1.5 * angle.sin())
+    torch.testing.assert_close(angles(positions_BN, frequency_F, 1.5, torch.float32), expected, rtol=1e-4, atol=1e-4)

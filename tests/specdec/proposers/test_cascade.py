@@ -17,7 +17,7 @@ from draftforge.specdec.models import States
 from draftforge.specdec.proposers.base import Ask, Draft, Proposer, Texts
 from draftforge.specdec.proposers.cascade import CascadeProposer, Choice, Helper, SmallHelper
 from draftforge.specdec.proposers.factory import make_proposer
-from draftforge.specdec.proposers.prompt_lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import LookupHelper
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -52,7 +52,7 @@ class Guesses:
 
 
 HELPERS: dict[str, Callable[[], Helper]] = {
-    "lookup": PromptLookup,
+    "lookup": LookupHelper,
     "smaller": lambda: SmallHelper(near_copy(MODEL, 0.1, seed=7), most=2),
     "itself": lambda: SmallHelper(DRAFT, most=5),
     "stubborn": lambda: Guesses([7, 7, 3, 60]),
@@ -182,17 +182,13 @@ def test_a_helper_that_draws_does_so_with_the_drafts_numbers(monkeypatch: pytest
 
 
 def test_lookup_guesses_from_what_was_just_drafted() -> None:
-    lookup = PromptLookup()
+    lookup = LookupHelper()
     lookup.reserve(2, 40, 4)
     lookup.begin(torch.tensor([0, 1]), Texts.of([[1, 2, 3, 9, 8], [4, 5, 6]]), STATES)
     assert lookup.guess([[2, 3], [7, 7]], [2, 3], None) == [[9, 8], [7, 7, 7]]
     assert lookup.guess([[], [4]], [3, 1], None) == [[], [5]]  # what it was shown before is forgotten
     lookup.observe(Texts.of([[2], [6]]), STATES)
     assert lookup.guess([[3], []], [1, 2], None) == [[9], [6, 6]]
-    first = PromptLookup(occurrence="first")
-    first.reserve(1, 40, 4)
-    first.begin(torch.tensor([0]), Texts.of([[1, 2, 3]]), STATES)
-    assert first.guess([[1, 2]], [5], None) == [[3, 1, 2]]
 
 
 def test_refusals_name_value_and_rule() -> None:

@@ -1,10 +1,11 @@
 """Prompt lookup against a plain rescan of the whole text."""
 
 from typing import Literal
+from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftforge.errors import InputError
@@ -38,7 +39,7 @@ def rescan(ids: list[int], count: int, min_ngram: int, max_ngram: int, occurrenc
 
 
 def started(lookup: PromptLookup, *rows: list[int]) -> PromptLookup:
-    lookup.reserve(len(rows), 64, 8)
+    lookup.reserve(len(rows), 160, 8)
     lookup.begin(torch.arange(len(rows)), Texts.of(rows), STATES)
     return lookup
 
@@ -126,3 +127,23 @@ def test_a_reused_proposer_forgets_the_last_run() -> None:
 def test_refuses_ngrams_out_of_order(min_ngram: int, max_ngram: int) -> None:
     with pytest.raises(InputError, match=f"min_ngram {min_ngram}: must be from 1 to max_ngram, {max_ngram}"):
         PromptLookup(max_ngram=max_ngram, min_ngram=min_ngram)
+
+
+@given(
+    rows=st.lists(texts, min_size=1, max_size=3),
+    limit=st.integers(0, 5),
+    ngram=ngrams,
+    occurrence=occurrences,
+)
+@settings(max_examples=25, deadline=None)
+def test_the_kernel_finds_the_same(rows: list[list[int]], limit: int, ngram: list[int], occurrence: Occurrence) -> None:
+    """In Triton's interpreter where there is no GPU."""
+    matching = pytest.importorskip("draftforge.specdec.kernels.ngram_match")
+    lookup = started(PromptLookup(ngram[1], ngram[0], occurrence), *rows)
+    limits_B = torch.tensor([limit, 2, 0][: len(rows)])
+    ask = Ask(limits_B, 5, [GREEDY] * len(rows), None, None)
+    expected = lookup._copies(lookup._counts_S, ask)
+    state = lookup._ids_SL, lookup._counts_S
+    with patch.object(matching, "_BLOCK", 8):
+        found = matching.copy_after_suffix(*state, limits_B, lookup._ngrams, occurrence == "first", 5)
+    assert all(map(torch.equal, found, expected))

@@ -129,7 +129,7 @@ def drafted(drafter: Drafter, states: States | None, ids: list[int], known: int,
     ("name", "setting"),
     [
         (name, setting)
-        for number, name in enumerate(name for name in CHAINS if name not in WAITING)
+        for number, name in enumerate(name for name in CHAINS if name not in (*WAITING, *COPIES))
         for setting in (WARM, DRY if number % 2 else GREEDY)
     ],
 )
