@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -51,6 +52,13 @@ _HOST = "the host of the ranks' store"
 _LEFT = "left"  # in place of a count: the rank has ended in order
 # Words of the errors that a collective raises when a rank is gone, in lower case.
 _LOST = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "socket", "tcpstore")
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on, for a launch or a server that is started next."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass

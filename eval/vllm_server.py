@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import requests
 
 from ..data.backends.http_json import JsonServer, RefusedError
+from ..distributed import free_port
 from ..errors import EngineError, InputError, one_line
 from ..http_replies import UnusableError, bounded_session
 from ..progress import say
@@ -182,13 +182,6 @@ def reason_in(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [found[0] for line in lines if (found := _ERROR.search(line)) and "See root cause" not in line]
     return ([*lines, *errors] or ["nothing was said"])[-1][-300:]
-
-
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 # --- requests, and what the server counts ---

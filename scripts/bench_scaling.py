@@ -26,7 +26,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -46,6 +45,7 @@ from rich.table import Table
 
 from draftforge.data.conversation import SPLITS
 from draftforge.data.store import Capture
+from draftforge.distributed import free_port
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.train.loop import METRICS_FILE
 from draftforge.train.throughput import MetricLog
@@ -141,7 +141,7 @@ class Bench:
 
         `until`: it is stopped by SIGTERM at the first line that begins so.
         """
-        place = [f"--nproc-per-node={gpus}", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
+        place = [f"--nproc-per-node={gpus}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # as torchrun has it for several
         began, lines = time.time(), []
         with (self.out / f"{name}.log").open("w") as log:
@@ -444,12 +444,6 @@ def show_work(bench: Bench) -> None:
 def _lines(path: Path) -> int:
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
         return sum(1 for _ in stream)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _fail(message: str) -> int:

@@ -171,11 +171,11 @@ def serve_all(
     target: TargetSettings,
     setups: Sequence[Setup],
     prompts: Sequence[Prompt],
+    times: EngineTimes,
     asked: Json,
 ) -> None:
     """Measure what is not measured yet, one server after another."""
     sizes: list[int] = asked["concurrency"]
-    times = EngineTimes(bench.out / "costs", target, prompts, asked)
     left = {one: [size for size in sizes if measured_key(one, size) not in bench.found["served"]] for one in setups}
     with bar("serving", sum(map(len, left.values())), "measurements") as advance:
         for setup, missing in left.items():
@@ -212,10 +212,12 @@ def serve_all(
 class Judge:
     """Replay of drafts on served answers, and their promised speed-up."""
 
-    def __init__(self, bench: Bench, settings: TargetSettings, prompts: Sequence[Prompt], asked: Json) -> None:
+    def __init__(
+        self, bench: Bench, settings: TargetSettings, prompts: Sequence[Prompt], times: EngineTimes, asked: Json
+    ) -> None:
         self._bench, self._prompts, self._asked = bench, prompts, asked
         self._target, self._settings = Target.load(settings), scoring(prompts, asked)
-        self._engine_times = EngineTimes(bench.out / "costs", settings, prompts, asked)
+        self._engine_times = times
         self._traces = TargetPassCache(self._target, self._settings.trace_bytes, self._settings.replay_tokens)
 
     def judge(self, draft: Draft, setups: Sequence[Setup], base: str) -> Json:
@@ -318,7 +320,12 @@ def _known(value: float) -> float | None:
 
 
 def judge_all(
-    bench: Bench, target: TargetSettings, setups: Sequence[Setup], prompts: Sequence[Prompt], asked: Json
+    bench: Bench,
+    target: TargetSettings,
+    setups: Sequence[Setup],
+    prompts: Sequence[Prompt],
+    times: EngineTimes,
+    asked: Json,
 ) -> None:
     """Our figures for every draft that was served; a draft that fails stops no other."""
     served, least = bench.found["served"], asked["concurrency"][0]
@@ -331,7 +338,7 @@ def judge_all(
     base = there[0][1]
     if base != measured_key(setups[0], least):
         say(f"there are no plain answers: promises are counted on those of {base}")
-    judge = Judge(bench, target, prompts, asked)
+    judge = Judge(bench, target, prompts, times, asked)
     for draft in drafts:
         try:
             bench.keep("ours", draft.key, judge.judge(draft, setups, base))
@@ -503,8 +510,9 @@ def main(
     # 2) The servers, then, with the device free again, our own part.
     asked = asked | {"concurrency": sizes, "draft_tokens": depths}
     asked |= {"cost_prompts": cost_prompts, "cost_rounds": cost_rounds}
-    serve_all(bench, vllm, settings, setups, rows, asked)
-    judge_all(bench, settings, setups, rows, asked)
+    times = EngineTimes(bench.out / "costs", settings, rows, asked)
+    serve_all(bench, vllm, settings, setups, rows, times, asked)
+    judge_all(bench, settings, setups, rows, times, asked)
     # 3) Both.
     bench.found |= {"hardware": hardware(), "torch": torch.__version__, "commit": git_commit(), "command": sys.argv}
     compare(bench, setups, sizes)

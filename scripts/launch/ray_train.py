@@ -9,7 +9,6 @@ Ray 2.51 or later.
 """
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,8 @@ import typer
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.collective import broadcast_from_rank_zero
 from ray.train.torch import TorchConfig, TorchTrainer
+
+from draftforge.distributed import free_port
 
 app = typer.Typer(add_completion=False)
 
@@ -49,13 +50,6 @@ def rank(config: dict[str, list[str]]) -> None:
     done = subprocess.run([sys.executable, "-m", "draftforge.cli", *config["arguments"]], env=place)
     if done.returncode:
         raise RuntimeError(f"rank {os.environ['RANK']}: draftforge ended with exit code {done.returncode}")
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

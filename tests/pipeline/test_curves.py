@@ -16,9 +16,9 @@ import pytest
 from forked import as_command, command_line, run
 from mlflow.tracking import MlflowClient
 from mlflow_server import mlflow_server
-from ports import free_port
 
 from draftforge.cli import main
+from draftforge.distributed import free_port
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry import tracking as module

