@@ -24,6 +24,7 @@ from .masking import masked_value
 from .registry.settings import GateSettings, RegistrySettings
 from .specdec.engine_features import ENGINES
 from .specdec.proposers.training_free import TRAINING_FREE
+from .specdec.proposers.tree_settings import DRAFT_NAME, MergedTree
 from .specdec.target_settings import TargetSettings
 from .storage import Access, write_bytes
 from .train.settings import DraftSettings
@@ -56,7 +57,7 @@ _PLAIN_WORDS = [
 ]
 
 
-_NAME = r"^[a-z0-9][a-z0-9._-]*$"
+_NAME = DRAFT_NAME
 _REPLACED = {
     "gate.min_conversations": "is gate.min_clusters now: clusters of near-duplicates count, not conversations",
     "gate.min_domain_conversations": "is gate.min_domain_clusters now: clusters of near-duplicates count",
@@ -165,6 +166,22 @@ class Recipe(BaseModel):
         if taken is not None:
             raise ValueError(f"{taken}: is the name of a baseline; give the draft another")
         return drafts
+
+    @model_validator(mode="after")
+    def _merged_drafts_are_known(self) -> "Recipe":
+        """Refuse merged trees that name a draft which is none of the recipe's, or only one draft in all."""
+        for name, tree in self.score.trees.items():
+            if not isinstance(tree, MergedTree):
+                continue
+            for number, draft in enumerate(tree.drafts):
+                if isinstance(draft, str) and draft not in self.drafts:
+                    raise ValueError(
+                        f"score.trees.{name}.drafts.{number} = {draft}: must be one of the recipe's drafts "
+                        f"({', '.join(self.drafts)}); write a folder as ./{draft}"
+                    )
+            if tree.names and len(tree.drafts) < 2:
+                raise ValueError(f"score.trees.{name}.drafts = {tree.names}: must be two drafts or more")
+        return self
 
     @model_validator(mode="after")
     def _a_spread_target_only_teaches(self) -> "Recipe":
@@ -454,8 +471,8 @@ def _located(value: Any, nodes: Iterable[Schema], root: Schema, base: Path) -> A
         return value
     if value.startswith(_REGISTRY):
         return value
-    # Text is a path where the schema knows no other text there, or where it is written like one.
-    texts = [node for node in nodes if node.get("type") == "string"]
+    # Text is a path where the schema knows no other text like it there, or where it is written like one.
+    texts = [node for node in nodes if node.get("type") == "string" and re.search(node.get("pattern", ""), value)]
     is_path = bool(texts) and all(node.get("format") in _PATH_FORMATS for node in texts)
     return _absolute(value, base) if is_path or value.startswith(("./", "../", "~/")) else value
 

@@ -1,6 +1,6 @@
 """The recipe's `score` section: what is scored, how, and how times are measured."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from ..data.settings import server_address
 from ..specdec.accept_rules import RULES, RuleName, preferred_rules
 from ..specdec.proposers.training_free import LOOKUP
-from ..specdec.proposers.tree_settings import MOST_LEVELS, MeasuredTree, TreeSettings
+from ..specdec.proposers.tree_settings import MOST_LEVELS, MeasuredTree, MergedTree, TreeSettings
 from ..specdec.sampling_settings import SamplingSettings
 
 Engine = Literal["vllm", "sglang", "llama.cpp", "draftforge"]
@@ -320,6 +320,12 @@ class ScoreSettings(BaseModel):
         """Rules at temperature > 0, the serving engine's first; at 0 every rule is the greedy one."""
         load = self.load
         return preferred_rules(self.rules, *((load.engine, load.rule) if load is not None else ()))
+
+    def drafts_beside(self, drafts: Collection[str]) -> list[str]:
+        """Other drafts of the recipe that merged trees put beside these, each once."""
+        merged = [tree.names for tree in self.trees.values() if isinstance(tree, MergedTree)]
+        found = [name for names in merged if not set(names).isdisjoint(drafts) for name in names]
+        return [name for name in dict.fromkeys(found) if name not in drafts]
 
     @property
     def trees_vary(self) -> bool:

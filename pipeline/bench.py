@@ -50,7 +50,7 @@ from ..registry.lineage import git_commit
 from ..specdec.accept_rules import choose_rule, known_rule
 from ..specdec.proposers.base import Proposer
 from ..specdec.proposers.training_free import LOOKUP, TRAINING_FREE
-from ..specdec.proposers.tree_settings import MOST_LEVELS, TreeSettings
+from ..specdec.proposers.tree_settings import MOST_LEVELS, TreeSettings, is_fixed, is_tree_of
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.targets import Target
@@ -405,11 +405,11 @@ def find_methods(space: Workspace, options: BenchOptions, longest: int) -> Metho
     trees = _trees(recipe.score.trees, options.trees)
     shorts = [Path(name).resolve().name for name in names if _is_path(name, recipe.drafts)]
 
-    # 2) Trees: a measured one needs recorded answers, so the recipe's capture is made for it.
-    def tree_of(draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
-        if tree.kind == "measured":
-            return Scorer(space, captured_stages(space).captured, SELECTION_SPLIT).tree_spec(draft, name, tree)
-        return ProposerSpec(partial(draft.proposer, tree), (tree.levels,), name, tree)
+    # 2) Trees: where one needs recorded answers or trainings, the recipe's capture is made for it.
+    def tree_of(name: str, draft: StoredDraft, label: str, tree: TreeSettings) -> ProposerSpec:
+        if is_fixed(tree):
+            return ProposerSpec(partial(draft.proposer, tree), (tree.levels,), label, tree)
+        return Scorer(space, captured_stages(space).captured, SELECTION_SPLIT).tree_spec(draft, label, tree, name)
 
     # 3) The helper of cascades, then every method with it.
     helper = None
@@ -423,7 +423,8 @@ def find_methods(space: Workspace, options: BenchOptions, longest: int) -> Metho
         short = Path(name).resolve().name if _is_path(name, recipe.drafts) else name
         shown = short if shorts.count(short) <= 1 and (short == name or short not in recipe.drafts) else name
         asked = None if name == CHAMPION and name not in recipe.drafts else name
-        finder.add_draft(shown, partial(find_draft, space, asked), trees, tree_of, helper)
+        own = {label: tree for label, tree in trees.items() if is_tree_of(tree, name)}
+        finder.add_draft(shown, partial(find_draft, space, asked), own, partial(tree_of, name), helper)
     # A cascade that was asked for and fits no draft is an error, not a silent gap in the table.
     if helper is not None and not finder.helped:
         raise _helps_none(str(options.cascade), finder.failures)

@@ -124,15 +124,16 @@ def score(recipe: Recipe, draft: str | None = None) -> None:
         known = ", ".join(recipe.drafts)
         raise MissingFileError(f"--draft {draft}: is neither a draft of the recipe ({known}) nor a folder")
     names = [] if foreign is not None else list(recipe.drafts) if draft is None else [draft]
+    needed = [*names, *recipe.score.drafts_beside(names)]
     # 2) Run what the score needs: for a foreign draft, mix and capture alone.
-    check_score(space, names, trees=foreign is None)
+    check_score(space, needed, trees=foreign is None)
     stages = Stages(space)
     with space.alone():
         check_capture(stages)
-        check_training(stages, names)
+        check_training(stages, needed)
         if space.first_rank:
             check_drafts(space, foreign)
-        run_to_training(stages, names)
+        run_to_training(stages, needed)
         scored = score_stage(stages, names) if foreign is None else score_foreign(stages, foreign)
         if scored is not None:
             write_report(space, scored.stage.folder)

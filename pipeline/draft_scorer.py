@@ -18,10 +18,10 @@ from ..eval.serving_load import LoadTimes
 from ..eval.settings import LoadSettings, ScoreSettings
 from ..eval.target_pass_cache import TargetPassCache
 from ..specdec.proposers.training_free import LOOKUP
-from ..specdec.proposers.tree_settings import MeasuredTree, StaticTree, Tree, TreeSettings
+from ..specdec.proposers.tree_settings import MeasuredTree, MergedTree, StaticTree, Tree, TreeSettings, is_tree_of
 from ..specdec.stored_draft import StoredDraft
 from .estimates import Work, conditions_of, estimated
-from .stages import Stage
+from .stages import Stage, last_checkpoint, training_address
 from .workspace import Workspace, require_whole
 
 _MEASURED_CONVERSATIONS = 64  # whose answers shape a measured tree
@@ -32,7 +32,7 @@ class Scorer:
 
     def __init__(self, space: Workspace, captured: Stage, split: str) -> None:
         require_whole(space.recipe, "a score")
-        self._space = space
+        self._space, self._captured = space, captured
         self._data = Capture.open(captured.folder, verify=False)
         self.device = space.target.device
         self.settings: ScoreSettings = space.recipe.score
@@ -50,21 +50,38 @@ class Scorer:
         draft.check_context(max((len(one.prompt_ids) + len(one.answer_ids) for one in self.samples), default=0))
         return draft
 
-    def specs(self, draft: StoredDraft, fixed: Mapping[str, Tree] | None = None) -> list[ProposerSpec]:
-        """Chains and trees that the recipe scores a draft with. `fixed`: trees of it that were measured before."""
+    def specs(self, draft: StoredDraft, name: str = "", fixed: Mapping[str, Tree] | None = None) -> list[ProposerSpec]:
+        """Chains and trees that the recipe scores a draft with.
+
+        `name`: the draft's in the recipe; empty: it is none of the recipe's. `fixed`: its trees, known from before.
+        """
         if not draft.drafts_trees:
             return [self.chain_spec(draft)]
-        known: Mapping[str, TreeSettings] = self.settings.trees if fixed is None else fixed
-        return [self.chain_spec(draft), *(self.tree_spec(draft, name, tree) for name, tree in known.items())]
+        known: Mapping[str, TreeSettings] = fixed or {}
+        if fixed is None:
+            known = {label: tree for label, tree in self.settings.trees.items() if is_tree_of(tree, name)}
+        return [self.chain_spec(draft), *(self.tree_spec(draft, label, tree, name) for label, tree in known.items())]
 
     def chain_spec(self, draft: StoredDraft) -> ProposerSpec:
         """Draft chains of every K of the recipe."""
         return ProposerSpec(draft.proposer, tuple(self.settings.draft_tokens))
 
-    def tree_spec(self, draft: StoredDraft, name: str, tree: TreeSettings) -> ProposerSpec:
-        """Draft tree of a draft; a measured one is shaped here, by acceptance on answers of the train split."""
+    def tree_spec(self, draft: StoredDraft, label: str, tree: TreeSettings, name: str = "") -> ProposerSpec:
+        """Draft tree of a draft; a measured one is shaped here, by acceptance on answers of the train split.
+
+        `label`: the tree's name; `name`: the draft's in the recipe, which a merged tree that names drafts asks for.
+        """
         fixed = self._measured(draft, tree) if isinstance(tree, MeasuredTree) else tree
-        return ProposerSpec(partial(draft.proposer, fixed), (fixed.levels,), name, fixed)
+        if isinstance(fixed, MergedTree) and fixed.names:
+            fixed = self._merged(fixed, label, name)
+        return ProposerSpec(partial(draft.proposer, fixed), (fixed.levels,), label, fixed)
+
+    def _merged(self, tree: MergedTree, label: str, name: str) -> MergedTree:
+        """Merged tree of the draft of that name: beside it the last checkpoints of the others that the tree names."""
+        others = list(tree.names)
+        others.remove(name)
+        trained = {other: training_address(self._space, self._captured, other) for other in others}
+        return tree.beside([last_checkpoint(trained[other], f"score.trees.{label}: {other}") for other in others])
 
     def _measured(self, draft: StoredDraft, tree: MeasuredTree) -> StaticTree:
         """Static tree shaped by acceptance on some train answers; the scored splits must not choose it."""

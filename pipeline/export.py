@@ -94,7 +94,7 @@ def export(
         verifier = verifier_of(space, target_id) if needs_verifier(chosen) else None
     # 3) Write it and compare; beside it goes how it is served.
     captured = captured_stages(space).captured
-    policy = None if engine is None else _policy(space, captured, folder, engine)
+    policy = None if engine is None else _policy(space, captured, folder, engine, draft or "")
     scorer = Scorer(space, captured, HOLDOUT_SPLIT)
     if draft is None:
         version = champion(space.tracking, space.target_fingerprint)
@@ -120,12 +120,12 @@ def export(
     show_command(command[0])
 
 
-def _policy(space: Workspace, captured: Stage, folder: Path, engine: PolicyEngine) -> ServingPolicy:
+def _policy(space: Workspace, captured: Stage, folder: Path, engine: PolicyEngine, name: str) -> ServingPolicy:
     """Policy of a draft, and a sentence on it: chains of every K of the recipe, counted on the selection split."""
     # 1) Times are those of the score where it had the same ways of drafting.
     settings, scorer = space.recipe.score, Scorer(space, captured, SELECTION_SPLIT)
     draft, identity = scorer.load(folder), Identity(folder.name, 0)
-    times = scorer.times(draft, scorer.specs(draft))
+    times = scorer.times(draft, scorer.specs(draft, name))
     assert isinstance(times, LoadTimes)  # the recipe states a load
     # 2) Counts of every K; nothing is decoded to check them, as scoring did.
     table, _ = scorer.counts([scorer.chain_spec(draft)], identity, checked=())

@@ -22,7 +22,7 @@ from ..specdec.answers import Answer, GrowingText, answer_run, answers
 from ..specdec.proposers.base import Proposer
 from ..specdec.proposers.cascade import CascadeProposer
 from ..specdec.proposers.training_free import HELPERS, TRAINING_FREE
-from ..specdec.proposers.tree_settings import MeasuredTree
+from ..specdec.proposers.tree_settings import MergedTree, is_fixed, is_tree_of
 from ..specdec.requests import Generation
 from ..specdec.sampling_settings import SamplingSettings
 from ..specdec.serving_plan import ServingPlan
@@ -31,7 +31,7 @@ from ..specdec.targets import Target
 from ..storage import parse_json, read_text
 from .cli_options import GenerateOptions
 from .draft_scorer import Scorer
-from .stages import captured_stages, checkpoints_of
+from .stages import captured_stages, last_checkpoint
 from .workspace import Workspace, require_whole
 
 NO_DRAFT = "none"
@@ -73,10 +73,7 @@ def find_draft(space: Workspace, name: str | None, option: str = "--draft") -> P
         known = ", ".join(space.recipe.drafts)
         raise InputError(f"{option} {name}: must be a draft folder or one of the recipe's drafts ({known})")
     # A draft of the recipe: its training folder is named by the capture, which is made where it is missing.
-    found = checkpoints_of(captured_stages(space).training(name))
-    if not found:
-        raise InputError(f"{option} {name}: has no checkpoint yet; run `draftforge train`")
-    return found[max(found)]
+    return last_checkpoint(captured_stages(space).training(name), f"{option} {name}")
 
 
 def _no_champion(space: Workspace) -> str:
@@ -204,6 +201,9 @@ def _proposer(
     trees = space.recipe.score.trees
     if tree_name is not None:
         check_tree(tree_name, trees)
+        asked = trees[tree_name]
+        if isinstance(asked, MergedTree) and not is_tree_of(asked, draft):
+            raise InputError(f"--tree {tree_name}: merges {', '.join(asked.names)}: name one of them with --draft")
     if cascade is not None:
         if tree_name is not None:
             raise InputError(f"--cascade {cascade}: helps to draft chains, not --tree {tree_name}")
@@ -226,15 +226,14 @@ def _proposer(
         raise InputError(f"--tree {tree_name}: a draft with another tokenizer than the target's drafts chains only")
     # 3) A tree of the recipe, of its own levels or of those that are asked for.
     tree, found = trees[tree_name], loaded.found_plan
-    if isinstance(tree, MeasuredTree):
-        scorer = Scorer(space, captured_stages(space).captured, SELECTION_SPLIT)
-        proposer = scorer.tree_spec(loaded, tree_name, tree).proposer
-    else:
+    if is_fixed(tree):
         proposer = loaded.proposer(tree)
+    else:
+        scorer = Scorer(space, captured_stages(space).captured, SELECTION_SPLIT)
+        proposer = scorer.tree_spec(loaded, tree_name, tree, draft or "").proposer
     if not found.assumed and found.plan.tree_name != tree_name:
         say(f"{path}: drafts by tree {tree_name}, as asked, not by the {found.plan} of its plan")
-    asked = {"draft_tokens": K or tree.levels, "tree_name": tree_name}
-    return proposer, found.plan.model_copy(update=asked)
+    return proposer, found.plan.model_copy(update={"draft_tokens": K or tree.levels, "tree_name": tree_name})
 
 
 def _cascade(space: Workspace, draft: str | None, cascade: str, longest: int) -> tuple[StoredDraft, Proposer]:

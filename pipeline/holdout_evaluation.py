@@ -93,7 +93,7 @@ def measure_holdout(
     like = "" if settings.race is not None else "score"  # a race counts less than all answers
     with estimated(space, "holdout", answers_to_count, scored.stage.folder, like) as reached:
         # 2) The candidate and prompt lookup.
-        candidate = measure_version(space, scorer, version, CANDIDATE)
+        candidate = measure_version(space, scorer, version, CANDIDATE, scored.chosen.draft)
         reached(1 / drafts)
         lookup = _measure_lookup(scorer, next(row.config for row in scored.rows if row.draft == LOOKUP))
         reached(2 / drafts)
@@ -109,20 +109,25 @@ def measure_holdout(
         measured = Measured(candidate, lookup, rival, lost)
         if start is not None and row is not None:
             identity, plan = Identity(START, start.version.lineage.step), scored.plan(row, settings)
-            measured = replace(measured, start=_measure(scorer, scorer.load(start.folder), plan, identity))
+            draft = scorer.load(start.folder)
+            measured = replace(measured, start=_measure(scorer, draft, plan, identity, row.draft))
     return measured
 
 
-def measure_version(space: Workspace, scorer: Scorer, version: Version, name: str) -> HoldoutScore:
+def measure_version(
+    space: Workspace, scorer: Scorer, version: Version, role: str, draft_name: str = ""
+) -> HoldoutScore:
     """Score a registered version, from freshly downloaded files, at the tree or K of its plan.
 
-    That is its own even where the recipe does not score it any more.
+    That is its own even where the recipe does not score it any more. `draft_name`: its draft's in the recipe, if any.
     """
     draft = scorer.load(resolve_models_uri(space.tracking, version.uri, space.root / "models", afresh=True))
-    return _measure(scorer, draft, draft.plan, Identity(name, version.lineage.step))
+    return _measure(scorer, draft, draft.plan, Identity(role, version.lineage.step), draft_name)
 
 
-def _measure(scorer: Scorer, draft: StoredDraft, plan: ServingPlan, identity: Identity) -> HoldoutScore:
+def _measure(
+    scorer: Scorer, draft: StoredDraft, plan: ServingPlan, identity: Identity, draft_name: str = ""
+) -> HoldoutScore:
     """Score a draft at the tree or K of a plan; at its best chain where times are those of an engine without trees."""
     # 1) Count it.
     load = scorer.settings.load
@@ -133,7 +138,7 @@ def _measure(scorer: Scorer, draft: StoredDraft, plan: ServingPlan, identity: Id
         own = scorer.tree_spec(draft, plan.tree_name, plan.tree)
     table, lossless = scorer.counts([own], identity)
     # 2) Times of all that the recipe scores may be there already; those of another K or tree are measured alone.
-    known, shape = scorer.specs(draft), (own.tree, tree_identity(own.fixed))
+    known, shape = scorer.specs(draft, draft_name), (own.tree, tree_identity(own.fixed))
     timed = any((one.tree, tree_identity(one.fixed)) == shape and {*own.depths} <= {*one.depths} for one in known)
     times = scorer.times(draft, known if timed else [own])
     (row,) = leaderboard([table], {identity: times}, scorer.settings)

@@ -136,7 +136,7 @@ class CheckpointCounter:
         if self._loaded is None or self._loaded[0] != checkpoint:
             self._loaded = None  # before the next one takes room
             draft = self._scorer.load(folder, other_tokenizer=True)
-            self._loaded = checkpoint, draft, self._scorer.specs(draft, trees)
+            self._loaded = checkpoint, draft, self._scorer.specs(draft, checkpoint[0], trees)
         return self._loaded[1:]
 
     def count(self, jobs: Sequence[ScoringJob], reached: Callable[[float], None] = lambda share: None) -> bool:

@@ -79,7 +79,7 @@ def check_promotion(space: Workspace, what: str = "a promotion") -> None:
         _ = space.tracking  # a server that does not answer is found out before the work, not after it
     # The other drafts of a merged tree go into the version, which holds no pickle.
     for name, tree in space.recipe.score.trees.items():
-        for part in tree.drafts if isinstance(tree, MergedTree) else ():
+        for part in tree.places if isinstance(tree, MergedTree) else ():
             files = sorted(path.name for path in part.iterdir() if path.is_file()) if part.is_dir() else [part.name]
             if found := pickles(part if part.is_dir() else part.parent, files):
                 raise InputError(f"score.trees.{name}: {part / found[0]}: is a pickle; a version holds none")

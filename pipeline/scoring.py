@@ -189,7 +189,7 @@ def check_drafts(space: Workspace, foreign: Path | None = None) -> None:
     """
     score = space.recipe.score
     for name, tree in score.trees.items():
-        for path in tree.drafts if isinstance(tree, MergedTree) else ():
+        for path in tree.places if isinstance(tree, MergedTree) else ():
             with named(f"score.trees.{name}"):
                 StoredDraft.load(path, space.target, score.draft_device)
     if foreign is not None:
@@ -229,9 +229,9 @@ def score_foreign(stages: Stages, path: Path) -> Scored | None:
     """
     if not (meta_file(path).is_file() or (path / TOKENIZER_FILE).is_file() or is_skip_file(path)):
         say(f"{path}: nothing says which tokenizer it was trained with; only sizes are checked")
-    # The name goes to tables and file names: printable, short, and none of the baselines.
+    # The name goes to tables and file names: printable, short, and none of a baseline or of the recipe's drafts.
     name = "".join(character if character.isprintable() else "?" for character in path.resolve().name)[:64]
-    shown = f"{name} (given)" if name in (LOOKUP, PLAIN) else name
+    shown = f"{name} (given)" if name in (LOOKUP, PLAIN, *stages.recipe.drafts) else name
     return _score(stages, {(shown, 0): path}, fingerprint.file_digests(path))
 
 

@@ -32,13 +32,15 @@ from ..data.settings import ReadLimits, TargetSource
 from ..data.sources import check_kinds, input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..data.store import Capture
-from ..errors import DraftforgeError, MissingFileError, named
+from ..errors import DraftforgeError, InputError, MissingFileError, named
 from ..eval.settings import SELECTION_SPLIT
 from ..eval.training_eval import SampledScore
 from ..progress import say
 from ..registry.lineage import Version
+from ..specdec.drafts import DraftModule
 from ..specdec.formats import META_FILE
 from ..specdec.formats.checkpoint import OWN_TARGET
+from ..specdec.proposers.tree_settings import MergedTree
 from ..specdec.target_settings import TemplateLimits
 from ..specdec.targets import resolve_device, sampling_defaults
 from ..train.checkpoints import claim, is_finished, list_steps, newest, step_folder
@@ -139,10 +141,7 @@ class Stages:
     def training(self, name: str) -> Stage:
         """Training of the recipe's draft of that name. Raises MissingFileError where its initial draft is gone."""
         if name not in self._trainings:
-            settings = self.space.drafts[name]
-            start = _start_digest(settings, f"drafts.{name}")
-            inputs = [self.captured.fingerprint, settings.identity(), self.recipe.seed, start]
-            self._trainings[name] = stage_address(self.space, f"train-{name}", inputs)
+            self._trainings[name] = training_address(self.space, self.captured, name)
         return self._trainings[name]
 
     def score(self, drafts: Mapping[str, str]) -> Stage:
@@ -150,9 +149,11 @@ class Stages:
         # Settings of cost and speed change no counts, and so leave them valid.
         settings, neutral = self.recipe.score, {"costs", "load", "batch_size", "replay_tokens"}
         kept = settings.model_dump(mode="json", exclude=neutral)
-        return stage_address(
-            self.space, "score", [self.captured.fingerprint, dict(drafts), kept, settings.sampled_rules]
-        )
+        inputs = [self.captured.fingerprint, dict(drafts), kept, settings.sampled_rules]
+        # Other drafts that merged trees put beside these.
+        if others := {name: self.training(name).fingerprint for name in settings.drafts_beside(drafts)}:
+            inputs.append(others)
+        return stage_address(self.space, "score", inputs)
 
     @property
     def run_fingerprint(self) -> str:
@@ -174,6 +175,13 @@ def stage_address(space: Workspace, name: str, inputs: Sequence[Any]) -> Stage:
     """Address of a stage, by its name and what it depends on."""
     found = fingerprint.of_json([name, inputs])
     return Stage(space.folder(name, found), found)
+
+
+def training_address(space: Workspace, captured: Stage, name: str) -> Stage:
+    """Address of the training of a draft on that capture. Raises MissingFileError where its initial draft is gone."""
+    settings = space.drafts[name]
+    inputs = [captured.fingerprint, settings.identity(), space.recipe.seed, _start_digest(settings, f"drafts.{name}")]
+    return stage_address(space, f"train-{name}", inputs)
 
 
 def captured_stages(space: Workspace) -> Stages:
@@ -271,6 +279,7 @@ def check_training(stages: Stages, names: Collection[str], begun_only: bool = Fa
         if footprint is not None and not begun_only:
             written.append(footprint.checkpoint)
             kept += footprint.draft + footprint.bytes_to_write(settings, 0) - footprint.checkpoint
+    _check_merged(stages, names)
     # 2) The disk for what all of them keep, and for the checkpoint that one of them writes.
     advice = f"all trainings together ({', '.join(names)}); free some, raise score_every or lower keep_best"
     storage.require_free_space(space.root, kept + max(written), advice)
@@ -399,24 +408,53 @@ def checkpoints_of(stage: Stage) -> dict[int, Path]:
     return {step: step_folder(stage.folder, step) for step in list_steps(stage.folder)}
 
 
+def last_checkpoint(stage: Stage, where: str) -> Path:
+    """Draft folder of a training's last checkpoint. Raises InputError, which begins with `where`, if there is none."""
+    found = checkpoints_of(stage)
+    if not found:
+        raise InputError(f"{where}: has no checkpoint yet; run `draftforge train`")
+    return found[max(found)]
+
+
 def _check_start(stages: Stages, settings: Settings) -> DiskFootprint | None:
     """Check that a draft can be made of the target, or that the draft which it starts from fits; what it takes on disk.
 
     Without the target, as its files are gone, the stage finds out itself what it can do: None.
     """
-    space, captured, family = stages.space, stages.captured.folder, family_of(settings)
-    # 1) The draft.
-    if settings.init_from is not None and (captured / CAPTURE_MANIFEST).is_file():
-        draft = load_start(settings, settings.init_from, Capture.open(captured, verify=False)).draft
-    elif not space.target_files:
+    space, family, draft = stages.space, family_of(settings), _start_draft(stages, settings)
+    if draft is None:
         return None
-    elif settings.init_from is not None:
-        draft = load_start(settings, settings.init_from, space.target).draft
-    else:
-        draft = family.check(settings, lambda: space.target)
-    # 2) What is saved of it.
     family.freeze(draft, settings)
     return DiskFootprint.expected(draft, family.beside(settings, lambda: space.target))
+
+
+def _start_draft(stages: Stages, settings: Settings) -> DraftModule | None:
+    """Draft that a training starts from, with or without its weights; None without the target's files."""
+    space, captured = stages.space, stages.captured.folder
+    if settings.init_from is not None and (captured / CAPTURE_MANIFEST).is_file():
+        return load_start(settings, settings.init_from, Capture.open(captured, verify=False)).draft
+    if not space.target_files:
+        return None
+    if settings.init_from is not None:
+        return load_start(settings, settings.init_from, space.target).draft
+    draft: DraftModule = family_of(settings).check(settings, lambda: space.target)
+    return draft
+
+
+def _check_merged(stages: Stages, names: Collection[str]) -> None:
+    """Raise InputError where a merged tree names drafts, some of these among them, that read unlike target layers."""
+    space = stages.space
+    for label, tree in space.recipe.score.trees.items():
+        merged = tree.names if isinstance(tree, MergedTree) and space.first_rank else []
+        drafts = {
+            name: _start_draft(stages, space.drafts[name]) for name in merged if not set(names).isdisjoint(merged)
+        }
+        layers = {
+            name: draft.target_layers for name, draft in drafts.items() if draft is not None and draft.target_layers
+        }
+        if len(set(layers.values())) > 1:
+            read = ", ".join(f"{name} {list(which)}" for name, which in layers.items())
+            raise InputError(f"score.trees.{label}: its drafts read target layers ({read}): must read the same ones")
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def write_plan(folder: Path, plan: ServingPlan, record: dict[str, Any] | None = 
     # A merged tree names its drafts by where they lie here: the folder may go anywhere.
     if isinstance(plan.tree, MergedTree):
         inside = []
-        for number, source in enumerate(plan.tree.drafts):
+        for number, source in enumerate(plan.tree.places):
             part = Path(PARTS) / str(number) / ("" if source.is_dir() else source.name)
             if source.absolute() != (folder / part).absolute():  # not there already
                 _copy_part(source, folder / part)
@@ -153,7 +153,7 @@ def holds_plan(folder: Path, plan: ServingPlan) -> bool:
         return True
     return all(
         part.exists() and fingerprint.of_json(fingerprint.file_digests(part)) == digest
-        for part, digest in zip(found.tree.drafts, found.tree.digests)
+        for part, digest in zip(found.tree.places, found.tree.digests)
     )
 
 

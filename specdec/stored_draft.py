@@ -167,7 +167,7 @@ class StoredDraft:
         """Make the proposer: of chains or of this tree; with a helper, of chains in fewer passes of a small draft."""
         # Several drafts in one tree; a method; a small draft with a helper; else the family's own proposer.
         if isinstance(tree, MergedTree):
-            others = [self._beside(path) for path in tree.drafts]
+            others = [self._beside(path) for path in tree.places]
             return MergedProposer([self.proposer(), *(other.proposer() for other in others)])
         if self.module is None:
             return TRAINING_FREE[self.family](self.target)

@@ -19,12 +19,14 @@ from .tree_shape import Drawn
 
 
 class MergedProposer:
-    """Merges the trees of several proposers, side by side below one root. Each node keeps the q it was drawn from.
+    """Merges the trees of several proposers below one root. Each node keeps the q it was drawn from.
 
-    Raises InputError for fewer than two proposers, for one that does not draw iid, and for unlike captured layers.
+    Where tokens are chosen, equal paths become one, as in SpecInfer's token trees. Drawn ones stand side by side: a
+    rule has to see every draw, also of a token that stands there already. Raises InputError for fewer than two
+    proposers, for one that does not draw iid, and for unlike captured layers.
     """
 
-    replayable = False
+    replayable = True
     nested = True
     chain = False
     drawn: Drawn = "iid"
@@ -57,7 +59,7 @@ class MergedProposer:
             proposer.move(source, destination)
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        raise InputError("merged drafts: cannot be replayed, decode them")
+        raise InputError("merged drafts: one trace cannot tell where they agree; draft them along the text")
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
         self._counts = [proposer.most_nodes(levels) for proposer in self._proposers]
@@ -83,10 +85,9 @@ class MergedProposer:
         q_rows = [draft.q_BNV for draft in drafts if draft.q_BNV is not None]
         tree = _side_by_side([draft.tree for draft in drafts])
 
-        # 3) Where nothing is drawn, only the first of equal branches stays a candidate.
+        # 3) Where nothing is drawn, equal paths become one.
         chosen = tuple(ask.uniforms is None or setting.greedy for setting in ask.sampling)
-        repeats_BN = _repeated(tree) & constant(chosen, tree.tokens_BN.device, torch.bool)[:, None]
-        tree = tree._replace(candidate_BN=tree.candidate_BN & ~repeats_BN)
+        tree = _one_path_each(tree, constant(chosen, tree.tokens_BN.device, torch.bool))
         return Draft(tree, torch.cat(q_rows, 1) if q_rows else None, chain=False)
 
 
@@ -112,17 +113,22 @@ def _side_by_side(trees: Sequence[TreeBatch]) -> TreeBatch:
     )
 
 
-def _repeated(tree: TreeBatch) -> Tensor:
-    """Marks [B, N] of nodes on a branch whose first token an earlier draft's branch has too.
+def _one_path_each(tree: TreeBatch, slots_B: Tensor) -> TreeBatch:
+    """The trees with each path from the root once in these slots: the first node of it has the children of all.
 
-    Deterministic siblings must differ, so such a branch is no candidate. Drawn ones may be equal.
+    The others are no candidates: chosen siblings must differ. Nodes keep their places.
     """
-    # First-level nodes that equal an earlier one.
-    nodes = tree.tokens_BN.shape[1]
-    first_BN = (tree.parents_BN < 0) & tree.candidate_BN
-    same_BNN = (tree.tokens_BN[:, :, None] == tree.tokens_BN[:, None]) & first_BN[:, :, None] & first_BN[:, None]
-    earlier_NN = torch.ones(nodes, nodes, dtype=torch.bool, device=tree.tokens_BN.device).tril(-1)
+    # A node is the first of its path or points to that. Level by level, as parents must have been found before.
+    nodes, device = tree.tokens_BN.shape[1], tree.tokens_BN.device
+    itself_NN = torch.eye(nodes, dtype=torch.bool, device=device)
+    places_N = torch.arange(nodes, device=device)
+    alike_BNN = (tree.tokens_BN[:, :, None] == tree.tokens_BN[:, None]) & tree.candidate_BN[:, None]
+    alike_BNN = alike_BNN & slots_B[:, None, None] & torch.ones_like(itself_NN).tril(-1) | itself_NN
+    parents_BN, first_BN = tree.parents_BN, places_N.expand_as(tree.parents_BN)
+    for _ in range(tree.depth):
+        same_BNN = alike_BNN & (parents_BN[:, :, None] == parents_BN[:, None])
+        first_BN = same_BNN.to(torch.uint8).argmax(-1)
+        parents_BN = torch.where(tree.parents_BN < 0, -1, first_BN.gather(1, tree.parents_BN.clamp(min=0)))
 
-    # They and all that stands below them.
-    repeats_BN = (same_BNN & earlier_NN).any(-1)
-    return (tree.ancestors_BNN & repeats_BN[:, None]).any(-1)
+    # With the parents of the last level known, those that point to themselves are left.
+    return tree._replace(parents_BN=parents_BN, candidate_BN=tree.candidate_BN & (first_BN == places_N))

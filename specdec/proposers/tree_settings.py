@@ -1,9 +1,11 @@
 """Tree settings of a recipe, by kind. A chain needs none: it is K tokens long."""
 
+import re
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,6 +15,8 @@ from .tree_shape import Drawn, TreeShape
 
 MOST_LEVELS = 64  # of a round; far beyond what pays, and a round's memory grows with it
 MOST_NODES = 1024
+DRAFT_NAME = r"^[a-z0-9][a-z0-9._-]*$"
+"""Pattern of the names of drafts in a recipe."""
 
 
 class _Tree(BaseModel):
@@ -106,15 +110,30 @@ class DynamicTree(_Tree):
 
 
 class MergedTree(_Tree):
-    """SpecInfer's (Miao et al. 2024, arXiv 2305.09781): chains of the draft and of others, side by side."""
+    """SpecInfer's (Miao et al. 2024, arXiv 2305.09781): chains of several drafts in one tree."""
 
     kind: Literal["merged"]
-    drafts: list[Path] = Field(min_length=1, max_length=MOST_LEVELS)
-    """The others: folders or files of drafts for the same target."""
+    drafts: list[Annotated[str, Field(pattern=DRAFT_NAME)] | Path] = Field(min_length=1, max_length=MOST_LEVELS)
+    """Drafts of the recipe by name: each is scored with the last checkpoints of the others. Folders or files of drafts
+    for the same target: beside these, or, where there are no names, beside every draft of the recipe."""
     levels: int = Field(default=4, ge=1, le=MOST_LEVELS)
     """Tokens of each chain."""
     digests: list[str] = []
-    """Of the others' files; read with the recipe, which keeps them: with other weights it is another tree."""
+    """Of the folders and files; read with the recipe, which keeps them: with other weights it is another tree."""
+
+    @property
+    def names(self) -> list[str]:
+        """Drafts of the recipe; none once the tree is a draft's own, which names where the others lie."""
+        return [one for one in self.drafts if isinstance(one, str)]
+
+    @property
+    def places(self) -> list[Path]:
+        """Folders and files of drafts."""
+        return [one for one in self.drafts if isinstance(one, Path)]
+
+    def beside(self, others: Sequence[Path]) -> "MergedTree":
+        """The tree of a draft that is named: with the places of the other drafts instead of all names."""
+        return MergedTree.model_validate({"kind": self.kind, "drafts": [*others, *self.places], "levels": self.levels})
 
     @model_validator(mode="before")
     @classmethod
@@ -123,8 +142,9 @@ class MergedTree(_Tree):
         if not isinstance(raw, dict) or raw.get("digests") or not isinstance(raw.get("drafts"), list):
             return raw
 
-        # Digest the files of each draft.
-        paths = [Path(path) for path in raw["drafts"] if isinstance(path, str | Path)]
+        # Digest the files of each draft that is no name.
+        texts = [str(path) for path in raw["drafts"] if isinstance(path, str | Path)]
+        paths = [Path(text) for text in texts if not re.fullmatch(DRAFT_NAME, text)]
         missing = [path for path in paths if not path.exists()]
         if missing:
             raise ValueError(f"drafts: {missing[0]}: no such draft folder or file")
@@ -135,7 +155,17 @@ OwnTree = StaticTree | DynamicTree
 """A tree of one draft."""
 Tree = Annotated[StaticTree | DynamicTree | MergedTree, Field(discriminator="kind")]
 TreeSettings = Annotated[StaticTree | DynamicTree | MergedTree | MeasuredTree, Field(discriminator="kind")]
-"""What a recipe may ask for; `measured` becomes a static tree of one draft."""
+"""What a recipe may ask for: `measured` becomes a static tree of one draft, names in a `merged` one become places."""
+
+
+def is_fixed(tree: TreeSettings) -> TypeGuard[StaticTree | DynamicTree | MergedTree]:
+    """Whether a tree is known before answers are captured and drafts are trained."""
+    return not isinstance(tree, MeasuredTree) and not (isinstance(tree, MergedTree) and tree.names)
+
+
+def is_tree_of(tree: TreeSettings, draft: str | None) -> bool:
+    """Whether a tree of the recipe is for its draft of that name: a merged one that names drafts is for these alone."""
+    return not isinstance(tree, MergedTree) or not tree.names or draft in tree.names
 
 
 def tree_identity(tree: Tree | None) -> dict[str, Any] | None:

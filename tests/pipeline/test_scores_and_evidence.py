@@ -65,7 +65,7 @@ class MadeUpScorer:
     def load(self, folder: Path | None, other_tokenizer: bool = False) -> Any:
         return folder
 
-    def specs(self, draft: Any, fixed: Any = None) -> list[Any]:
+    def specs(self, draft: Any, name: str = "", fixed: Any = None) -> list[Any]:
         return [SimpleNamespace(fixed=None, tree="")]
 
     def times(self, *args: Any) -> CostTable:
@@ -98,8 +98,10 @@ def test_names_with_dots_keep_their_counts_apart(write_recipe: WriteRecipe, monk
 
 
 LOOKUP_ROW = SimpleNamespace(draft="lookup", config=DraftConfig(1), baseline=True)
-SCORED: Any = SimpleNamespace(rows=[LOOKUP_ROW], start=None, start_row=None, stage=Stage(Path("none"), "s"))
-"""What the selection split says of prompt lookup."""
+SCORED: Any = SimpleNamespace(
+    rows=[LOOKUP_ROW], chosen=LOOKUP_ROW, start=None, start_row=None, stage=Stage(Path("none"), "s")
+)
+"""What the selection split says, of prompt lookup alone."""
 
 
 def test_the_gate_hears_of_the_conversations_that_were_scored(
@@ -154,7 +156,7 @@ def test_the_gate_knows_an_equal_a_worse_and_a_better_draft(
     space = Workspace(load_recipe(write_recipe()))
     tables = {"candidate": uneven("candidate", gain, noise), "champion": uneven("champion", 0.0, 0.0)}
 
-    def measured(space: Any, scorer: Any, version: Any, name: str) -> HoldoutScore:
+    def measured(space: Any, scorer: Any, version: Any, name: str, *_: Any) -> HoldoutScore:
         (row,) = leaderboard([tables[name]], {(name, 4): costs_of()}, space.recipe.score)
         return HoldoutScore(row, tables[name], costs_of(), True)
 
@@ -205,7 +207,7 @@ def promoted_after_a_retraining(
         same = row.start and current is not None and current.reference == "old/1"
         return old if same else SimpleNamespace(reference=f"new/{len(registered)}", lineage=SimpleNamespace(step=4))
 
-    def measured(scorer: Any, draft: Any, plan: Any, identity: Identity) -> HoldoutScore:
+    def measured(scorer: Any, draft: Any, plan: Any, identity: Identity, *_: Any) -> HoldoutScore:
         table = tables[identity.name]
         (row,) = leaderboard([table], {(identity.name, 4): costs_of()}, space.recipe.score)
         return HoldoutScore(replace(row, chosen=False), table, costs_of(), True)
@@ -219,7 +221,7 @@ def promoted_after_a_retraining(
     monkeypatch.setattr(promotion, "_write_record", lambda *args: records.append(args[-1]))
     monkeypatch.setattr(holdout_evaluation, "_measure", measured)
     monkeypatch.setattr(
-        holdout_evaluation, "measure_version", lambda *args: measured(None, None, None, Identity(args[-1], 4))
+        holdout_evaluation, "measure_version", lambda *args: measured(None, None, None, Identity(args[3], 4))
     )
     monkeypatch.setattr(holdout_evaluation, "holdout_overlap", lambda *args: 0)
     stages: Any = SimpleNamespace(space=space, captured=None)
@@ -298,7 +300,7 @@ def test_a_champion_is_measured_as_the_registry_has_it(
     (row,) = leaderboard([table], {("candidate", 4): costs_of()}, space.recipe.score)
     measure = holdout_evaluation.measure_version
 
-    def candidate_or_champion(space: Workspace, scorer: Any, version: Any, name: str) -> HoldoutScore:
+    def candidate_or_champion(space: Workspace, scorer: Any, version: Any, name: str, *_: Any) -> HoldoutScore:
         known = HoldoutScore(row, table, costs_of(), True)
         return known if name == "candidate" else measure(space, scorer, version, name)
 
@@ -325,7 +327,7 @@ def test_a_champion_is_measured_at_its_own_k_though_the_recipe_scores_others(
         def load(self, folder: Path | None, other_tokenizer: bool = False) -> Any:
             return SimpleNamespace(plan=ServingPlan.chain(K), proposer=lambda: pytest.fail("drafted"))
 
-        def specs(self, draft: Any, fixed: Any = None) -> list[Any]:
+        def specs(self, draft: Any, name: str = "", fixed: Any = None) -> list[Any]:
             return [ProposerSpec(draft.proposer, (1, 2))]
 
         def counts(self, specs: Any, identity: Identity, *args: Any) -> tuple[pa.Table, bool]:

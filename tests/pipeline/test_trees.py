@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from draftforge.eval.cost_table import CostKey, CostTable
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.score import Identity
 from draftforge.eval.settings import SELECTION_SPLIT
-from draftforge.pipeline import draft_scorer, generate
-from draftforge.pipeline.cli_options import GenerateOptions
+from draftforge.pipeline import bench, draft_scorer, generate
+from draftforge.pipeline import distill as flow
+from draftforge.pipeline.cli_options import BenchOptions, GenerateOptions
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.generate import GeneratedAnswer
 from draftforge.pipeline.stages import captured_stages
@@ -145,9 +147,79 @@ def test_generate_drafts_a_tree_of_the_recipe_or_of_the_plan(
     scorer = draft_scorer.Scorer(space, captured_stages(space).captured, SELECTION_SPLIT)
     trees = scorer.specs(scorer.load(Path(folder)))[1:]
     rows = scorer.counts(trees, Identity("head", 0))[0].to_pylist()
-    assert rows and {row["tree"] for row in rows} == {"both"} and {row["method"] for row in rows} == {"decode"}
-    with pytest.raises(RecipeError, match=r"score\.trees\.both.*nowhere: no such draft folder or file"):
-        load_recipe(path, ["score.trees={both: {kind: merged, drafts: [nowhere]}}"])
+    assert (
+        rows and {row["tree"] for row in rows} == {"both"} and {row["method"] for row in rows} == {"replay", "decode"}
+    )
+
+
+@pytest.mark.slow
+def test_merged_drafts_of_the_recipe_are_trained_scored_promoted_and_benched(
+    write_recipe: Callable[..., Path],
+    stage_cache: None,
+    quick_trees: list[CostKey],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Each with the last checkpoint of the other; what is registered holds both."""
+    trees = {"both": {"kind": "merged", "drafts": ["eagle3", "small"], "levels": 2}}
+    space = Workspace(load_recipe(write_recipe(), [f"score.trees={json.dumps(trees)}"]))
+    flow.score(space.recipe, "small")  # trains the other one for it
+    outcome = distill(space)
+    assert outcome is not None and outcome.decision.promote and outcome.scored.chosen.config.label == "both"
+    rows = [row for row in outcome.scored.counts.to_pylist() if row["tree"] == "both"]
+    assert {row["draft"] for row in rows} == {"small", "eagle3"}
+    assert {row["method"] for row in rows} == {"replay", "decode"}  # compared in float32, or refused
+    # The plan names where the other one lies, and the version has it.
+    chosen, folders = outcome.scored.chosen.draft, outcome.scored.folders
+    other = next(name for name in ("small", "eagle3") if name != chosen)
+    last = folders[other, max(step for name, step in folders if name == other)]
+    tree = outcome.scored.trees[chosen, outcome.scored.chosen.step]["both"]
+    assert isinstance(tree, MergedTree) and tree.drafts == [last]
+    plan = outcome.version.lineage.plan
+    assert plan is not None and isinstance(plan.tree, MergedTree) and plan.tree.digests == tree.digests
+    fetch(space.tracking, space.target_fingerprint, tmp_path / "fetched", CHAMPION)
+    found = StoredDraft.load(tmp_path / "fetched", space.target)
+    assert isinstance(found.proposer(found.plan.tree), MergedProposer)
+    assert f"vLLM drafts no such tree: K={plan.chain_tokens}" in capsys.readouterr().err
+
+    # Generate and bench draft with it too: by the plan, and by name.
+    asked = [GenerateOptions(draft="none"), GenerateOptions(), GenerateOptions(draft="small", tree="both")]
+    said = [generate.answer_prompt(space, "hi there", replace(options, max_new_tokens=12)) for options in asked]
+    assert {tuple(one.generation.tokens) for one in said} == {tuple(said[0].generation.tokens)}
+    assert [one.config for one in said[1:]] == [DraftConfig(2, "both")] * 2
+    with pytest.raises(InputError, match="--tree both: merges eagle3, small: name one of them with --draft"):
+        generate.answer_prompt(space, "hi there", GenerateOptions(tree="both"))
+    finder = bench.find_methods(space, BenchOptions(prompts=[tmp_path / "log"], draft_tokens=[2]), longest=40)
+    drafted = {method.name: [entry.setting.tree for entry in method.entries] for method in finder.methods}
+    assert drafted == {"plain": [""], "small": ["", "both"], "eagle3": ["", "both"], "lookup": [""]}
+    assert not finder.failures
+
+
+def test_merged_drafts_that_are_none_are_refused_with_the_recipe(write_recipe: Callable[..., Path]) -> None:
+    path = write_recipe()
+    for drafts, said in (
+        (
+            "[smal, eagle3]",
+            r"score\.trees\.both\.drafts\.0 = smal: must be one of the recipe's drafts \(small, eagle3\)",
+        ),
+        ("[small]", r"score\.trees\.both\.drafts = \['small'\]: must be two drafts or more"),
+        ("[./nowhere]", r"score\.trees\.both.*nowhere: no such draft folder or file"),
+        ("[runs/nowhere]", r"score\.trees\.both.*runs/nowhere: no such draft folder or file"),
+    ):
+        with pytest.raises(RecipeError, match=said):
+            load_recipe(path, [f"score.trees={{both: {{kind: merged, drafts: {drafts}}}}}"])
+
+
+def test_merged_drafts_that_read_unlike_layers_are_refused_first(write_recipe: Callable[..., Path]) -> None:
+    head = {"family": "eagle3", "aux_layers": [1, 2, 3], "steps": 4, "warmup_steps": 1, "tokens_per_step": 256}
+    trees = {"both": {"kind": "merged", "drafts": ["eagle3", "head"]}}
+    changes = [f"drafts.head={json.dumps(head)}", f"score.trees={json.dumps(trees)}"]
+    space = Workspace(load_recipe(write_recipe(), changes))
+    with pytest.raises(
+        InputError, match=r"score\.trees\.both: .* \(eagle3 \[1, 2, 4\], head \[1, 2, 3\]\): must read the"
+    ):
+        distill(space)
+    assert not list(space.root.glob("mix-*"))
 
 
 def test_parts_of_a_merged_tree_that_no_version_may_hold_are_refused_first(

@@ -126,7 +126,13 @@ def test_the_kernels_change_no_round(name: str, request: pytest.FixtureRequest) 
 def tensors_of(thing: Any, depth: int = 3) -> dict[str, int]:
     """Where the tensors lie that a proposer, its drafters and their caches keep between rounds."""
     found: dict[str, int] = {}
-    for name, value in vars(thing).items():
+    parts = [
+        (f"{name}{n}", part)
+        for name, some in vars(thing).items()
+        if isinstance(some, tuple)
+        for n, part in enumerate(some)
+    ]
+    for name, value in (*vars(thing).items(), *parts):
         if isinstance(value, Tensor) and "_S" in name:
             found[name] = value.data_ptr()
         elif depth and type(value).__module__.startswith("draftforge.specdec.proposers"):
@@ -135,7 +141,8 @@ def tensors_of(thing: Any, depth: int = 3) -> dict[str, int]:
 
 
 CASES = [
-    *((name, GREEDY, "greedy") for name in TRAINED if name != "small-merged"),
+    *((name, GREEDY, "greedy") for name in TRAINED),
+    ("small-merged", WARM, "multiround"),
     *((name, WARM, rule) for name in DRAWN_TREES for rule in ("multiround", "recursive") if takes(rule, name)),
     *(("small", WARM, rule) for rule in ("token", "block", "onehot", "match", "typical")),
     ("small", PENALISED, "token"),

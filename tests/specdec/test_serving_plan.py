@@ -60,7 +60,7 @@ def test_drafts_of_a_merged_tree_travel_with_the_folder(tmp_path: Path) -> None:
     assert found is not None and found.identity == plan.identity and found != plan
     assert isinstance(found.tree, MergedTree)
     assert found.tree.drafts == [moved / "parts" / "0", moved / "parts" / "1" / "tiny.gguf"]
-    assert [of_json(file_digests(part)) for part in found.tree.drafts] == found.tree.digests == tree.digests
+    assert [of_json(file_digests(part)) for part in found.tree.places] == found.tree.digests == tree.digests
     assert holds_plan(moved, plan)
 
     write_plan(tmp_path / "again", found)  # a copy of the copy

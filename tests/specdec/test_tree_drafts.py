@@ -5,23 +5,26 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from proposing import SHAPE
 from stand_ins import near_copy, prompts, random_eagle3, target, taught_eagle, taught_medusa
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM
 
 from draftforge.specdec.decoder import Request, generate
+from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers.base import Ask, Draft, Proposer, Texts
 from draftforge.specdec.proposers.dynamic_tree import DynamicProposer
 from draftforge.specdec.proposers.factory import make_drafter, make_proposer
-from draftforge.specdec.proposers.merged import MergedProposer
+from draftforge.specdec.proposers.merged import MergedProposer, _one_path_each, _side_by_side
 from draftforge.specdec.proposers.static_tree import StaticProposer
 from draftforge.specdec.proposers.tree_shape import TreeShape
 from draftforge.specdec.sampling import categorical, penalised, probabilities
 from draftforge.specdec.sampling_settings import SamplingSettings
-from draftforge.specdec.tree import TreeBatch
+from draftforge.specdec.tree import DraftTree, TreeBatch
 
 GREEDY = SamplingSettings()
 WARM = SamplingSettings(temperature=0.8, top_k=6)
@@ -296,7 +299,7 @@ def test_several_drafts_stand_side_by_side_with_their_own_q() -> None:
         assert torch.equal(draft.q_BNV[:, mine], chain.q_BNV)  # type: ignore[arg-type]
 
 
-def test_chosen_drafts_that_begin_alike_leave_one() -> None:
+def test_chosen_drafts_that_agree_share_their_nodes() -> None:
     """Chosen siblings must differ, or a rule that looks at p alone would count a token twice; drawn ones need not."""
     model, ids = target(), [7, 3, 19, 4]
     merged = MergedProposer([make_proposer(near_copy(model), model) for _ in range(2)])
@@ -306,6 +309,62 @@ def test_chosen_drafts_that_begin_alike_leave_one() -> None:
     numbers = torch.full((1, 6), 0.5, dtype=torch.float64)
     drawn = asked(merged, 3, lambda count: numbers[:, :count]).tree
     assert drawn.tokens_BN[0, 0] == drawn.tokens_BN[0, 3] and bool(drawn.candidate_BN.all())
+
+
+@given(
+    chains=st.lists(
+        st.tuples(st.lists(st.integers(0, 2), min_size=4, max_size=4), st.integers(0, 4)), min_size=1, max_size=4
+    ),
+    chosen=st.booleans(),
+)
+def test_merged_trees_have_each_path_once(chains: list[tuple[list[int], int]], chosen: bool) -> None:
+    """As a plain trie of the drafted chains has them; where nothing is chosen the trees stay as they are."""
+    parts = [TreeBatch.chains(torch.tensor([row]), torch.tensor([count]), "deterministic") for row, count in chains]
+    apart = _side_by_side(parts)
+    merged = _one_path_each(apart, torch.tensor([chosen]))
+    if not chosen:
+        assert all(torch.equal(one, other) for one, other in zip(merged[:3], apart[:3]))
+        return
+    assert torch.equal(merged.tokens_BN, apart.tokens_BN)
+    # DraftTree refuses parents that are no candidates and siblings that repeat a token.
+    depth_N = merged.ancestors_BNN[0].sum(-1) - 1
+    columns = (merged.tokens_BN[0], merged.parents_BN[0], depth_N, merged.candidate_BN[0])
+    tokens_N, parents_N, position_N, candidate_N = (tuple(column.tolist()) for column in columns)
+    DraftTree(tokens_N, parents_N, position_N, candidate_N, "deterministic")
+    trie = {tuple(row[:depth]) for row, count in chains for depth in range(1, count + 1)}
+    assert sorted(ways(merged)) == sorted(trie)
+
+
+def test_rounds_of_merged_drafts_are_those_of_a_plain_loop() -> None:
+    """Each round's chains are said anew by whole passes; the answer is walked down the trie of them."""
+    model, K, limit = target(), 3, 20
+    drafts = [near_copy(model, noise=0.1, seed=seed) for seed in (1, 5)]
+    merged = MergedProposer([make_proposer(draft, model) for draft in drafts])
+    more = 0
+    for ids in prompts(3):
+        ((_, plain),) = generate(model, None, [Request(ids, GREEDY, 0, limit)])
+        ((_, answer),) = generate(model, merged, [Request(ids, GREEDY, 0, limit)], "greedy", K)
+        rounds, emitted = list[tuple[int, int, int, int]](), 1
+        while emitted < limit:
+            levels, left = min(K, limit - emitted - 1), plain.tokens[emitted:]
+            chains = [chain_of(draft, [*ids, *plain.tokens[:emitted]], levels) for draft in drafts]
+            trie = {chain[:depth] for chain in chains for depth in range(1, levels + 1)}
+            run = max(depth for depth in range(levels + 1) if not depth or tuple(left[:depth]) in trie)
+            deeper = any(len(way) > run and way[:run] == tuple(left[:run]) for way in trie)
+            rounds.append((len(trie), run, run + 1, run + deeper))
+            more += levels < len(trie) < 2 * levels
+            emitted += run + 1
+        assert answer.tokens == plain.tokens
+        assert [tuple(one) for one in answer.rounds] == rounds
+    assert more > 3  # chains that part below the first token
+
+
+def chain_of(draft: SmallDraft, ids: list[int], levels: int) -> Way:
+    said: list[int] = []
+    with torch.inference_mode():
+        for _ in range(levels):
+            said.append(int(draft.logits(draft(torch.tensor([[*ids, *said]]))[0, -1]).argmax()))
+    return tuple(said)
 
 
 def test_a_shallow_draft_follows_a_deeper_one_to_the_end() -> None:

@@ -36,7 +36,7 @@ TRAINING_FREE: dict[str, Callable[[], Proposer]] = {
 }
 WAITING = ("jacobi", "suffix", "lookahead", "cascade", "cascade-small", "small-elsewhere", "eagle3-elsewhere")
 """What reads tokens on the host, or waits for a device."""
-DECODED = ("small-merged", "jacobi", "lookahead")
+DECODED = ("jacobi", "lookahead")
 """What no recorded answer tells the rounds of."""
 COPIES = ("lookup", "suffix")
 """What drafts nothing but what was said before, which need not come again."""

@@ -217,7 +217,7 @@ LOSSLESS = {name for name, rule in RULES.items() if rule.lossless}
         ("small-dynamic", {"onehot", "match"}),
         ("small-sampled", {"onehot"}),
         ("small-distinct", {"onehot"}),
-        ("small-merged", set()),
+        ("small-merged", {"onehot"}),
     ],
 )
 def test_which_rules_can_be_replayed(name: str, rules: set[str]) -> None:

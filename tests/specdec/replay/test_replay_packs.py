@@ -35,6 +35,7 @@ TOGETHER = (
     "medusa-tree",
     "dflash-tree",
     "eagle-dynamic",
+    "small-merged",
     "small-sampled",
     "suffix",
 )
