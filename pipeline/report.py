@@ -12,12 +12,15 @@ from .. import __version__, fingerprint, storage
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..errors import CorruptDataError, DraftforgeError, MissingFileError
+from ..eval.held_loss import loss_words
 from ..eval.report.page import Link, ReportRecords, report_page
 from ..eval.summary import decision_summary, run_description
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.lineage import git_commit
 from ..registry.tracking import TrackedRun
+from ..specdec.formats import meta_file, read_meta
+from ..specdec.formats.checkpoint import HELD_LOSS, OWN_TARGET
 from .export import fetch_command
 from .promotion import PROMOTION_FILE
 from .scoring import SCORES_FILE
@@ -161,7 +164,8 @@ def _chain(
     # What every score has: target, mix and capture.
     recorded: Mapping[str, Any] = (promotion or {}).get("lineage", {})
     target = recorded.get("target_fingerprint") or scores["target"]
-    yield Link("Target", fingerprint.short(target), [str(space.recipe.target.model), f"fingerprint {target}"])
+    notes = [str(space.recipe.target.model), f"fingerprint {target}", *_held_loss(space.recipe, target)]
+    yield Link("Target", fingerprint.short(target), notes)
     if mix is not None:
         sizes = [f"{split}: {sum(counts.values()):,}" for split, counts in mix["conversations"].items()]
         name = recorded.get("mix_fingerprint")
@@ -179,6 +183,15 @@ def _chain(
     if recorded["git_commit"]:
         notes.append(f"made by draftforge {recorded['draftforge_version']}, commit {recorded['git_commit']}")
     yield Link("Version", promotion["version"], notes)
+
+
+def _held_loss(recipe: Recipe, target: str) -> Iterator[str]:
+    """Words on the loss of a target that was trained together with a draft, from that draft's folder."""
+    model = Path(recipe.target.model)
+    if model.name == OWN_TARGET and meta_file(model.parent).is_file():
+        meta = read_meta(model.parent)
+        if meta.target_fingerprint == target and HELD_LOSS in meta.extra:
+            yield loss_words(meta.extra[HELD_LOSS])
 
 
 def _made(lineage: Mapping[str, Any]) -> str:

@@ -33,16 +33,17 @@ from ..data.sources import check_kinds, input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
 from ..data.store import Capture
 from ..errors import DraftforgeError, InputError, MissingFileError, named
+from ..eval.held_loss import held_loss, loss_change, loss_words
 from ..eval.settings import SELECTION_SPLIT
 from ..eval.training_eval import SampledScore
 from ..progress import say
 from ..registry.lineage import Version
 from ..specdec.drafts import DraftModule
-from ..specdec.formats import META_FILE
-from ..specdec.formats.checkpoint import OWN_TARGET
+from ..specdec.formats import META_FILE, read_meta
+from ..specdec.formats.checkpoint import HELD_LOSS, OWN_TARGET
 from ..specdec.proposers.tree_settings import MergedTree
 from ..specdec.target_settings import TemplateLimits
-from ..specdec.targets import resolve_device, sampling_defaults
+from ..specdec.targets import Target, resolve_device, sampling_defaults
 from ..train.checkpoints import claim, is_finished, list_steps, newest, step_folder
 from ..train.families import check_teacher_signals, family_of
 from ..train.families.initial_draft import INIT, load_start, store_initial_draft
@@ -344,6 +345,7 @@ def train_stage(stages: Stages, name: str, sink: MetricSink) -> Stage:
     # 1) Done already? The first rank decides for all of them.
     if space.ranks.broadcast(f"{stage.folder.name}: whether it is done", is_finished(stage.folder, settings.steps)):
         say(f"train {name}: done ({stage.folder.name})")
+        _note_changed_targets(stages, name)
         return stage
     # 2) Read the answers, whose digests one rank verifies, and train.
     data = Capture.open(stages.captured.folder, verify=space.first_rank)
@@ -353,14 +355,40 @@ def train_stage(stages: Stages, name: str, sink: MetricSink) -> Stage:
         with estimated(space, f"train {name}", work, stage.folder) as reached:
             watched = _WatchedSink(sink, reached, begun, settings.steps)
             train(settings, space.recipe.seed, data, stage.folder, lambda: space.target, watched, scorer)
-    # 3) Say what must be served together, and give the memory back.
-    if space.first_rank and family_of(settings).changes_target(settings):
-        draft = step_folder(stage.folder, list_steps(stage.folder)[-1])
-        say(f"drafts.{name}: its training changed the target: serve {draft / OWN_TARGET} with the draft {draft}")
-    gc.collect()  # an engine's cycles hold the optimizer; scoring should not find the card full
+    # 3) Give the memory back: an engine's cycles hold the optimizer, and scoring should not find the card full.
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+    _note_changed_targets(stages, name)
     return stage
+
+
+def _note_changed_targets(stages: Stages, name: str) -> None:
+    """Note beside each checkpoint whose training changed the target what that did to its loss on held answers.
+
+    Says it of the last one, and what must be served together.
+    """
+    space, stage, settings = stages.space, stages.training(name), stages.space.drafts[name]
+    if not (space.first_rank and family_of(settings).changes_target(settings)):
+        return
+    # 1) The old target once, and each new one that lacks its note.
+    score = space.recipe.score
+    samples = Capture.open(stages.captured.folder, verify=False).samples(SELECTION_SPLIT)
+    metas = {folder: read_meta(folder) for folder in checkpoints_of(stage).values() if (folder / OWN_TARGET).is_dir()}
+    missing = [folder for folder, meta in metas.items() if HELD_LOSS not in meta.extra]
+    before = held_loss(space.target, samples, score.replay_tokens) if missing else {}
+    for folder in missing:
+        own = space.target_settings.model_copy(
+            update={"model": str(folder / OWN_TARGET), "adapter": None, "gguf_file": None, "revision": None}
+        )
+        after = held_loss(Target.load(own), samples, score.replay_tokens)
+        extra = metas[folder].extra | {HELD_LOSS: loss_change(before, after, score.confidence).record()}
+        metas[folder] = metas[folder].model_copy(update={"extra": extra})
+        storage.write_json(folder / META_FILE, metas[folder].model_dump())
+    # 2) In words.
+    for draft, meta in list(metas.items())[-1:]:
+        say(f"drafts.{name}: its training changed the target: serve {draft / OWN_TARGET} with the draft {draft}")
+        say(f"drafts.{name}: the new target: {loss_words(meta.extra[HELD_LOSS])}")
 
 
 def _steps_to_come(space: Workspace, settings: Settings, begun: int) -> Work:

@@ -25,6 +25,9 @@ OWN_TARGET = "target"
 ORIGINAL_TARGET = "original_target"
 """Key in `extra`: fingerprint of the target from which a target trained with the draft was made."""
 
+HELD_LOSS = "held_loss"
+"""Key in `extra`: loss of that target on held answers, before and after the training (`eval/held_loss.py`)."""
+
 
 class DraftMeta(BaseModel):
     """Lineage of a draft: its target, tokenizer and training. Travels with the checkpoint; engines ignore it."""

@@ -1,5 +1,6 @@
 """Heads on the target's own states through the whole flow; and a target that is trained with its heads."""
 
+import html
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ import pytest
 
 from draftforge.cli import main
 from draftforge.errors import InputError
+from draftforge.eval.held_loss import loss_words
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.registry.versions import champion
 from draftforge.specdec.formats import read_meta
+from draftforge.specdec.formats.checkpoint import HELD_LOSS
 from draftforge.specdec.stored_draft import StoredDraft
 from draftforge.storage import read_object
 
@@ -57,7 +60,9 @@ def test_a_trained_target_is_another_target(
     flow.train(recipe, None)
     (checkpoint,) = tmp_path.glob("work/train-heads-*/checkpoints/step-000004")
     said = f"drafts.heads: its training changed the target: serve {checkpoint}/target with the draft {checkpoint}"
-    assert said in capsys.readouterr().err
+    loss = loss_words(read_meta(checkpoint).extra[HELD_LOSS])
+    told = capsys.readouterr().err
+    assert said in told and f"drafts.heads: the new target: {loss}\n" in told
     with pytest.raises(InputError, match=refused):
         flow.score(recipe, "heads")
     old = Workspace(recipe).target
@@ -74,3 +79,4 @@ def test_a_trained_target_is_another_target(
     now = champion(space.tracking, space.target_fingerprint)
     assert now is not None and now.lineage.target_fingerprint == space.target_fingerprint
     assert champion(space.tracking, old.fingerprint) is None
+    assert loss in html.unescape((outcome.scored.stage.folder / "report.html").read_text())
