@@ -14,7 +14,7 @@ from ..specdec.sampling_settings import SamplingSettings
 
 Engine = Literal["vllm", "sglang", "llama.cpp", "draftforge"]
 EngineRule = Literal["token", "block", "onehot", "match"]
-SERVED_FAMILIES = ("small", "eagle", "eagle3", "medusa", "dflash", LOOKUP)
+SERVED_FAMILIES = ("small", "eagle", "eagle3", "medusa", "dflash", "dspark", LOOKUP)
 """Ways of drafting that vLLM serves, as `load.costs.draft_urls` names them."""
 FEWEST_CLUSTERS = 3
 """Least number of clusters with an interval: two differ once, which does not tell how far clusters differ."""

@@ -314,7 +314,8 @@ class MethodFinder:
             planned = self._planned_entries(name, draft)
             found = planned or self._chain_entries(name, draft.proposer)
             draft.check_context(self._longest)
-            for tree, asked in trees.items() if draft.drafts_trees and (not planned or self._options.trees) else ():
+            wanted = trees if not planned or self._options.trees else {}
+            for tree, asked in {name: one for name, one in wanted.items() if draft.can_draft(one)}.items():
                 drafting = self._or_failure(name, tree, partial(tree_of, draft, tree, asked)) if tree_of else None
                 if drafting is not None:
                     found += self._entry(name, DraftConfig(drafting.depths[0], tree), drafting.make)

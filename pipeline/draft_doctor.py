@@ -47,7 +47,16 @@ from .doctor_report import EXIT_CODES, Diagnosis, Verdict, print_diagnosis
 
 REPORT_FILE = "doctor.json"
 _UNFILLED, _OTHER_TARGET = "tensors that nothing filled", "a quantised or fine-tuned target"
-FLOORS = {"small": 0.45, "eagle": 0.35, "eagle3": 0.4, "peagle": 0.35, "dflash": 0.3, "medusa": 0.3, "skipped": 0.45}
+FLOORS = {
+    "small": 0.45,
+    "eagle": 0.35,
+    "eagle3": 0.4,
+    "peagle": 0.35,
+    "dflash": 0.3,
+    "dspark": 0.3,
+    "medusa": 0.3,
+    "skipped": 0.45,
+}
 _FLOOR = 0.35
 """Acceptance of the first token below which a grown draft of the family is not expected on its own traffic."""
 GROWN_STEPS = 150

@@ -55,12 +55,11 @@ class Scorer:
 
         `name`: the draft's in the recipe; empty: it is none of the recipe's. `fixed`: its trees, known from before.
         """
-        if not draft.drafts_trees:
-            return [self.chain_spec(draft)]
         known: Mapping[str, TreeSettings] = fixed or {}
         if fixed is None:
             known = {label: tree for label, tree in self.settings.trees.items() if is_tree_of(tree, name)}
-        return [self.chain_spec(draft), *(self.tree_spec(draft, label, tree, name) for label, tree in known.items())]
+        trees = {label: tree for label, tree in known.items() if draft.can_draft(tree)}
+        return [self.chain_spec(draft), *(self.tree_spec(draft, label, tree, name) for label, tree in trees.items())]
 
     def chain_spec(self, draft: StoredDraft) -> ProposerSpec:
         """Draft chains of every K of the recipe."""

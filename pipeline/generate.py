@@ -82,7 +82,7 @@ def _no_champion(space: Workspace) -> str:
     if candidate is None:
         return _NO_CHAMPION
     judged = "no gate has judged" if last_decision(space.tracking, candidate) is None else "the gate refused"
-    names = [name for name, draft in space.recipe.drafts.items() if draft.family == candidate.lineage.family]
+    names = [name for name, draft in space.recipe.drafts.items() if draft.draft_family == candidate.lineage.family]
     return (
         f"this target has no champion: {judged} version {candidate.number} (candidate); "
         f"`--draft {names[0] if len(names) == 1 else 'NAME'}` takes a draft's last checkpoint all the same"

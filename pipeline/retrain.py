@@ -208,7 +208,7 @@ def _warm_start(space: Workspace, stale: Version) -> Start | None:
     folder = resolve_models_uri(space.tracking, stale.uri, space.root / "models")
     meta = read_meta(folder)
     draft = load_draft(folder, space.target.device, space.target.dtype).draft
-    drafts = {name: settings for name, settings in space.recipe.drafts.items() if settings.family == meta.family}
+    drafts = {name: settings for name, settings in space.recipe.drafts.items() if settings.draft_family == meta.family}
     unfit = {
         name: why
         for name, settings in drafts.items()
@@ -229,7 +229,7 @@ def _warm_start(space: Workspace, stale: Version) -> Start | None:
 
 def _obstacle(space: Workspace, draft: DraftModule, meta: DraftMeta) -> str | None:
     """Reason why no draft of the recipe can start from this draft, whatever shape they have; None: there is none."""
-    if not any(draft.family == meta.family for draft in space.recipe.drafts.values()):
+    if not any(draft.draft_family == meta.family for draft in space.recipe.drafts.values()):
         return f"the recipe trains no draft of its family, {meta.family}"
     if meta.tokenizer_digest != space.target.tokenizer_digest:
         return "the new target has another tokenizer"

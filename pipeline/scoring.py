@@ -144,7 +144,7 @@ def check_score(space: Workspace, names: Collection[str], what: str = "a score",
             )
     check_load(space, trees)
     if space.first_rank:
-        _check_servers(space, [LOOKUP, *(space.recipe.drafts[name].family for name in names)])
+        _check_servers(space, [LOOKUP, *(space.recipe.drafts[name].draft_family for name in names)])
 
 
 def _check_servers(space: Workspace, families: Collection[str]) -> None:

@@ -248,7 +248,7 @@ def _traffic(space: Workspace, now: Version) -> list[Cause]:
 def _check_before_mix(space: Workspace, old: Version) -> None:
     """Check what the stages of a retraining need; of drafts that may start from the champion only `distill` can."""
     warm = space.recipe.retrain.warm_start
-    drafts = {name for name, draft in space.drafts.items() if not (warm and draft.family == old.lineage.family)}
+    drafts = {name for name, draft in space.drafts.items() if not (warm and draft.draft_family == old.lineage.family)}
     check_stages(Stages(space), drafts)
 
 

@@ -50,7 +50,7 @@ class PartSpan(NamedTuple):
 def main(out: Path, arguments: list[str]) -> None:
     """Run draftforge with its training loop traced."""
     found: dict[str, Any] = {}
-    base.head_loss = ranged(LOSS, base.head_loss)
+    base.loss_and_acceptance = ranged(LOSS, base.loss_and_acceptance)
     whole = loop.Trainer.loop
 
     def traced(self: loop.Trainer) -> list[Path]:

@@ -16,28 +16,33 @@ import yaml
 from ..errors import InputError
 from .formats.gguf.layouts import DRAFT_FILE
 from .formats.layouts import Format
-from .proposers.tree_settings import DynamicTree
+from .proposers.tree_settings import ConfidentChain, DynamicTree
 from .serving_plan import ServingPlan
 from .serving_policy import ServingPolicy
 from .target_settings import TargetSettings
 
 UNKNOWN_TARGET = "TARGET"
 """Stands in a command for a target of which only the fingerprint is known."""
-_VLLM_METHODS = {"small": "draft_model", "eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa", "dflash": "dflash"}
+_VLLM_METHODS = {"small": "draft_model"} | {
+    method: method for method in ("eagle", "eagle3", "medusa", "dflash", "dspark")
+}
 _VLLM_RULES: dict[str, dict[str, str]] = {
     "greedy": {},
     "onehot": {},
     "token": {"draft_sample_method": "probabilistic"},
     "block": {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
 }
-_SGLANG_ALGORITHMS = {"small": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH"}
+_SGLANG_ALGORITHMS = {"small": "STANDALONE", "eagle": "EAGLE", "eagle3": "EAGLE3"} | {
+    "dflash": "DFLASH",
+    "dspark": "DSPARK",
+}
 _SGLANG_RULES = {
     "token": ["--speculative-use-rejection-sampling"],
     "block": ["--speculative-use-block-verification"],
 }
 _TENSORRT_TYPES = {"small": "Draft_Target", "eagle3": "Eagle3", "dflash": "DFlash"}
 _TENSORRT_RULES: dict[str, dict[str, bool]] = {"greedy": {}, "onehot": {}, "token": {"use_rejection_sampling": True}}
-_LLAMA_TYPES = {"small": "draft-simple", "eagle3": "draft-eagle3", "dflash": "draft-dflash"}
+_LLAMA_TYPES = {"small": "draft-simple"} | {kind: f"draft-{kind}" for kind in ("eagle3", "dflash", "dspark")}
 _LOOKUP_NGRAM = 3  # longest suffix that our prompt lookup looks for
 
 
@@ -141,6 +146,11 @@ def _vllm(family: str, plan: ServingPlan, draft: str, target: TargetSettings) ->
     notes = [*_chain_note("vLLM", plan), *_rule_note("vLLM", plan, list(_VLLM_RULES)), *_adapter_note(target)]
     if family == "medusa":
         notes.append("vLLM serves Medusa heads up to its version 0.32")
+    if family == "dspark":
+        notes.append(
+            "vLLM serves DSpark drafts from 0.32 on, by its V2 runner on a GPU; enable_adaptive_verification true in "
+            "the speculative config lets the confidence head choose how much is verified"
+        )
     return _shell("vLLM", [*_vllm_target(target), *_vllm_speculative(settings)], notes)
 
 
@@ -183,6 +193,11 @@ def _sglang(family: str, plan: ServingPlan, draft: str, target: TargetSettings) 
     tree = plan.tree
     if family == "dflash":
         words += ["--speculative-num-draft-tokens", str(plan.chain_tokens + 1)]
+    elif family == "dspark":  # which takes the block's length from the draft
+        notes.append("SGLang drafts all tokens of the block that the draft was trained with, whatever K")
+        notes.append(
+            "SGLANG_RAGGED_VERIFY_MODE=compact in its environment lets the confidence head choose how much is verified"
+        )
     elif isinstance(tree, DynamicTree) and family != "small":
         words += ["--speculative-num-steps", str(tree.levels), "--speculative-eagle-topk", str(tree.top_k)]
         words += ["--speculative-num-draft-tokens", str(tree.nodes + 1)]
@@ -214,12 +229,15 @@ def _sglang_target(target: TargetSettings) -> list[str]:
 
 # --- llama.cpp ---
 def _llama(family: str, plan: ServingPlan, draft: str, target: TargetSettings) -> ServeCommand:
-    # A draft is cut at no probability, as it was measured; other versions have other defaults.
+    # A draft is cut where it was when it was measured, mostly nowhere; other versions have other defaults.
+    confident = plan.tree if isinstance(plan.tree, ConfidentChain) else None
+    K, p_min = (plan.chain_tokens, 0) if confident is None else (confident.levels, confident.confidence_threshold)
     words = ["-md", draft if draft.endswith(".gguf") else f"{draft}/{DRAFT_FILE}"]
     words += ["--spec-type", _method(_LLAMA_TYPES, family, "llama.cpp")]
-    words += ["--spec-draft-n-max", str(plan.chain_tokens), "--spec-draft-p-min", "0"]
+    words += ["--spec-draft-n-max", str(K), "--spec-draft-p-min", f"{p_min:g}"]
     words += ["--spec-draft-sampling", "probabilistic"] if plan.rule == "token" else []
-    notes = [*_chain_note("llama.cpp", plan), *_rule_note("llama.cpp", plan, ["greedy", "onehot", "match", "token"])]
+    notes = [] if confident else _chain_note("llama.cpp", plan)
+    notes += _rule_note("llama.cpp", plan, ["greedy", "onehot", "match", "token"])
     if not Path(draft).is_absolute():
         notes.append(f"it reads the draft from disk: hf download {draft} --local-dir {draft}")
     if not _is_gguf(target):

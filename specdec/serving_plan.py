@@ -168,8 +168,10 @@ def _named_tokens(folder: Path) -> tuple[int, str]:
         first = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], Mapping) else {}
         named.append((first.get("speculative_tokens"), "the speculative_tokens of its config.json"))
     named.append((trained.get("draft_tokens"), "what it was trained for"))
-    if "dflash_config" in config and isinstance(block := config.get("block_size"), int):
-        named.append((block - 1, "its block_size without the anchor"))
+    dspark = "markov_rank" in config
+    if (dspark or "dflash_config" in config) and isinstance(block := config.get("block_size"), int):
+        anchored = bool(config.get("sample_from_anchor", dspark))
+        named.append((block - (not anchored), "its block_size" + " without the anchor" * (not anchored)))
     if config.get("model_type") == "medusa" or "medusa_num_heads" in config:
         named.append((config.get("medusa_num_heads", config.get("num_heads")), "the number of its heads"))
     known = [(K, source) for K, source in named if type(K) is int and 1 <= K <= MOST_LEVELS]

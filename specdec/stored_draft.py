@@ -23,7 +23,7 @@ from .proposers.factory import make_proposer
 from .proposers.merged import MergedProposer
 from .proposers.other_device import DraftDevice, device_of
 from .proposers.training_free import HELPERS, TRAINING_FREE
-from .proposers.tree_settings import MOST_LEVELS, MergedTree, Tree
+from .proposers.tree_settings import MOST_LEVELS, ConfidentChain, MergedTree, Tree, TreeSettings
 from .serving_plan import USUAL_TOKENS, FoundPlan, ServingPlan, find_plan
 from .targets import Target, resolve_device, tokenizer_digest
 from .tokenizer_bridge import ForeignDraft
@@ -144,6 +144,12 @@ class StoredDraft:
     def drafts_trees(self) -> bool:
         """Whether the draft can draft trees; false: chains only."""
         return self.module is not None and self.module.drafts_trees
+
+    def can_draft(self, tree: TreeSettings) -> bool:
+        """Whether the draft can draft a tree: a chain that confidence ends needs a head that tells it."""
+        if self.module is None or not self.module.drafts_trees:
+            return False
+        return self.module.has_confidence or not isinstance(tree, ConfidentChain)
 
     @property
     def parameters(self) -> int:

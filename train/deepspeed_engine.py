@@ -61,7 +61,7 @@ class DeepSpeedEngine:
             # The loss reads the heads' weights directly, so ZeRO-3 must be told to gather them there. A head of the
             # frozen target's is no part of the family: it is whole as it is.
             mine = {id(p) for p in family.parameters()}
-            for tensor in (tensor for head in each_head(family.head()) for tensor in (head.weight_VH, head.bias_V)):
+            for tensor in (tensor for head in each_head(family.head()) for tensor in head.tensors):
                 if tensor is not None and id(tensor) in mine:
                     self._zero.register_external_parameter(family, tensor)
 

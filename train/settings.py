@@ -129,6 +129,11 @@ class _Training(Section):
         return values | {"objective": schedule.identity(self.phases)}
 
     @property
+    def draft_family(self) -> str:
+        """Family of the draft that is trained, by the name that checkpoints record."""
+        return str(self.family)  # type: ignore[attr-defined]
+
+    @property
     def phases(self) -> list[Phase]:
         """Phases of the schedule, in turn; mostly one."""
         return schedule.phases_of(self.objective)
@@ -427,6 +432,12 @@ class DFlashSettings(FeatureSettings):
     """Give the draft its own embeddings and train them; off: it shares the target's, frozen."""
     train_head: bool = False
     """Give the draft its own head and train it; off: it shares the target's, or has frozen rows of it."""
+    markov_rank: int = Field(default=0, ge=0)
+    """Rank of a Markov head, which tells each token's logits of the token before it and makes it a DSpark draft, of a
+    block without an unused place; 256 as published. 0: none, the tokens of a block do not know each other."""
+    confidence_weight: float = Field(default=0.0, ge=0)
+    """Weight of the loss of a confidence head beside a Markov head, which learns how likely each token is accepted; 1
+    as published. 0: no such head is made or trained."""
 
     @model_validator(mode="after")
     def _ordered_layers(self) -> "DFlashSettings":
@@ -435,6 +446,24 @@ class DFlashSettings(FeatureSettings):
             raise ValueError(f"aux_layers {layers}: must be different layers in ascending order, from 1 on")
         return self
 
+    @model_validator(mode="after")
+    def _confidence_beside_markov(self) -> "DFlashSettings":
+        if self.confidence_weight and not self.markov_rank:
+            raise ValueError(f"confidence_weight {self.confidence_weight:g}: needs markov_rank above 0")
+        return self
+
+    @property
+    def draft_family(self) -> str:
+        """dspark with a Markov head, which engines serve by another method, else dflash."""
+        return "dspark" if self.markov_rank else self.family
+
+    def identity(self) -> dict[str, Any]:
+        """Identity; DSpark's settings are left out where they are off, so that drafts whose records lack them are
+        found."""
+        return {name: value for name, value in super().identity().items() if value or name not in _OF_DSPARK}
+
+
+_OF_DSPARK = ("markov_rank", "confidence_weight")
 
 Settings = SmallSettings | MedusaSettings | EagleSettings | Eagle3Settings | DFlashSettings
 DraftSettings = Annotated[Settings, Field(discriminator="family")]

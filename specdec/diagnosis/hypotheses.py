@@ -18,7 +18,7 @@ from . import attention_changes, vocabulary_changes, weight_changes
 from .reading import Change, Changes, Reading, Scene, configured, put, shared_copy
 
 FEATURES = ("eagle", "eagle3", "peagle")
-BLOCKS = (*FEATURES, "dflash")
+BLOCKS = (*FEATURES, "dflash", "dspark")
 STATEFUL = (*BLOCKS, "medusa")
 ALL = (*STATEFUL, "small")
 _ARRANGED = 4  # captured layers of which all orders are tried
@@ -166,10 +166,10 @@ def _eps(reading: Reading, scene: Scene) -> Iterator[Change]:
 
 
 HYPOTHESES: Sequence[Hypothesis] = (
-    Hypothesis("captured layers", ("eagle3", "peagle", "dflash"), _layers),
+    Hypothesis("captured layers", ("eagle3", "peagle", "dflash", "dspark"), _layers),
     Hypothesis("norm flags", ("eagle3", "peagle"), _flags),
     Hypothesis("norms around fc", ("eagle3", "peagle"), _fusion_norms),
-    Hypothesis("vocabulary map", ("eagle3", "peagle", "dflash"), vocabulary_changes.vocabulary),
+    Hypothesis("vocabulary map", ("eagle3", "peagle", "dflash", "dspark"), vocabulary_changes.vocabulary),
     Hypothesis("rotary embedding", BLOCKS, attention_changes.rope),
     Hypothesis("rotary embedding", ("small",), attention_changes.small_rope),
     Hypothesis("embeddings or head of another target", ALL, vocabulary_changes.lent),
@@ -177,13 +177,13 @@ HYPOTHESES: Sequence[Hypothesis] = (
     Hypothesis("another tokenizer", ALL, vocabulary_changes.tokenizer),
     Hypothesis("state before or after the norm", STATEFUL, _norm_of_state),
     Hypothesis("layout of a block", ("dflash",), attention_changes.anchor),
-    Hypothesis("mask token", ("dflash",), attention_changes.block),
-    Hypothesis("causal or not", ("dflash",), attention_changes.causal),
+    Hypothesis("mask token", ("dflash", "dspark"), attention_changes.block),
+    Hypothesis("causal or not", ("dflash", "dspark"), attention_changes.causal),
     Hypothesis("position shift", BLOCKS, attention_changes.positions),
     Hypothesis("state and token shifted", STATEFUL, _paired),
-    Hypothesis("sliding window", ("eagle3", "peagle", "dflash"), attention_changes.windows),
+    Hypothesis("sliding window", ("eagle3", "peagle", "dflash", "dspark"), attention_changes.windows),
     Hypothesis("order of heads", ("medusa",), weight_changes.medusa),
-    Hypothesis("order of the captured layers", ("eagle3", "peagle", "dflash"), _layer_order),
+    Hypothesis("order of the captured layers", ("eagle3", "peagle", "dflash", "dspark"), _layer_order),
     Hypothesis("embedding and state exchanged", FEATURES, weight_changes.halves),
     Hypothesis("rotary pairs", (*BLOCKS, "small"), attention_changes.pairs),
     Hypothesis("size of heads", BLOCKS, attention_changes.heads),
@@ -195,5 +195,7 @@ HYPOTHESES: Sequence[Hypothesis] = (
     Hypothesis("dtype", ALL, weight_changes.float32),
 )
 """Hypotheses in order of likelihood."""
-LAST_RESORTS: Sequence[Hypothesis] = (Hypothesis("captured layers", ("eagle3", "peagle", "dflash"), _each_layer),)
+LAST_RESORTS: Sequence[Hypothesis] = (
+    Hypothesis("captured layers", ("eagle3", "peagle", "dflash", "dspark"), _each_layer),
+)
 """Hypotheses of many changes, which are tried where none of the others restores."""

@@ -15,7 +15,8 @@ from ..models import CausalModel
 class DraftModule(nn.Module, ABC):
     """The weights of a draft; `proposers.make_proposer` lets it draft for a target."""
 
-    family: ClassVar[str]
+    family: str
+    """Kind of draft, by the name that checkpoints record."""
     same_tokenizer: ClassVar[bool] = True
     """Whether the draft reads and drafts token ids of the target's tokenizer."""
     drafts_trees: ClassVar[bool] = True
@@ -30,6 +31,11 @@ class DraftModule(nn.Module, ABC):
     def max_positions(self) -> int | None:
         """Context length, in tokens, that the draft was made for; None: texts of any length."""
         return None
+
+    @property
+    def has_confidence(self) -> bool:
+        """Whether the draft has a head that says how likely each drafted token is accepted."""
+        return False
 
     @property
     def target_widths(self) -> Mapping[str, int]:

@@ -11,6 +11,9 @@ follow the context. Each of its tokens sees the whole context and the whole bloc
 state of mask j drafts the j-th token after the anchor. So what a mask says depends on how many masks there are, and
 not on what the others come to say.
 
+A DSpark draft (`dspark.py`) reads its first token from the anchor's own state and each later one from the mask before
+that token's place, so that K tokens take a block of K; and its heads tell the tokens of a block of each other.
+
 Layers of other projects' drafts may have a sliding window, counted from each token, and see the block causally.
 
 Parameters bear the names of the checkpoint layout that vLLM and SGLang read.
@@ -28,6 +31,7 @@ from ..kernels.block_attention import BlockMask, Sight, merged_blocks
 from ..kernels.document_mask import QueryMask
 from ..kv_cache import CacheStep
 from .base import DraftModule
+from .dspark import ConfidenceHead, MarkovHead
 from .layers import Attention, DecoderLayer, LayerConfig, NormedAttention, RMSNorm, Waves, ids_of, vocabulary_maps
 
 _TOGETHER = 1024
@@ -46,8 +50,14 @@ class DFlashConfig(LayerConfig):
     draft_vocab_size: int = Field(ge=1)
     aux_layers: tuple[int, ...] = Field(min_length=1)
     """Target layers, numbered as transformers' hidden_states (2 = output of layer 1)."""
-    block_size: int = Field(ge=2)
-    """Tokens of a block in training, with the anchor: the draft drafts at most one token fewer."""
+    block_size: int = Field(ge=1)
+    """Tokens of a block in training, with the anchor."""
+    sample_from_anchor: bool = False
+    """Whether the anchor's own state drafts the first token; else the first mask's does."""
+    markov_rank: int = Field(default=0, ge=0)
+    """Rank of the Markov head, which makes it a DSpark draft; 0: no such head."""
+    confidence_head: bool = False
+    """Whether a confidence head says how likely each token is accepted."""
     mask_token_id: int = Field(ge=0)
     """Mask token: its embedding stands at every position that is to be drafted."""
     sliding_window: int | None = Field(default=None, ge=1)
@@ -65,6 +75,13 @@ class DFlashConfig(LayerConfig):
         if self.mask_token_id >= self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id}: must be below vocab_size {self.vocab_size}")
 
+        # A block drafts something; anchors draft, and confidence is told, only beside a Markov head.
+        if self.draft_tokens < 1:
+            raise ValueError(f"block_size {self.block_size}: must be at least 2")
+        if not self.markov_rank and (self.sample_from_anchor or self.confidence_head):
+            name = "sample_from_anchor" if self.sample_from_anchor else "confidence_head"
+            raise ValueError(f"{name} true: needs markov_rank above 0")
+
         # hidden_states 0 is the embedding, which is no layer's output.
         if list(self.aux_layers) != sorted(set(self.aux_layers)) or self.aux_layers[0] < 1:
             raise ValueError(f"aux_layers {list(self.aux_layers)}: must be different layers in ascending order, from 1")
@@ -74,6 +91,11 @@ class DFlashConfig(LayerConfig):
     def reduced(self) -> bool:
         """Whether the draft vocabulary is smaller than the target's."""
         return self.draft_vocab_size < self.vocab_size
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most tokens of a draft."""
+        return self.block_size - (not self.sample_from_anchor)
 
     def sight(self, layer: int) -> Sight:
         """What the tokens of a block see in a layer."""
@@ -90,9 +112,9 @@ class BlockLayer(DecoderLayer):
 
 
 class DFlashDraft(DraftModule):
-    """A DFlash draft. Embeddings and head come from the target unless the checkpoint brought its own."""
+    """A DFlash draft, or with a Markov head a DSpark one. Embeddings and head come from the target unless the
+    checkpoint brought its own."""
 
-    family = "dflash"
     d2t: Tensor
     t2d: Tensor
 
@@ -106,6 +128,7 @@ class DFlashDraft(DraftModule):
         """`draft_ids` [Vd]: target ids of the draft vocabulary, which needs a head of its own; None: all of them."""
         super().__init__()
         self.config = config
+        self.family = "dspark" if config.markov_rank else "dflash"
         # Context: the captured layers' features, fused to the draft's width.
         self.fc = nn.Linear(len(config.aux_layers) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -119,6 +142,11 @@ class DFlashDraft(DraftModule):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if has_head else None
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embeddings else None
 
+        # DSpark's heads.
+        sizes, rank = (config.vocab_size, config.draft_vocab_size), config.markov_rank
+        self.markov_head = MarkovHead(*sizes, rank) if rank else None
+        self.confidence_head = ConfidenceHead(config.hidden_size, rank) if config.confidence_head else None
+
         # Maps between draft ids and target ids.
         d2t, t2d = vocabulary_maps(draft_ids, config.draft_vocab_size, config.vocab_size)
         self.register_buffer("d2t", d2t)
@@ -131,6 +159,10 @@ class DFlashDraft(DraftModule):
     @property
     def max_positions(self) -> int:
         return self.config.max_position_embeddings
+
+    @property
+    def has_confidence(self) -> bool:
+        return self.confidence_head is not None
 
     @property
     def target_widths(self) -> Mapping[str, int]:
@@ -201,6 +233,10 @@ class DFlashDraft(DraftModule):
         few = max(1, _TOGETHER // embeds_BMWH.shape[2])
         some = [slice(start, start + few) for start in range(0, embeds_BMWH.shape[1], few)]
         return torch.cat([self._together(context, embeds_BMWH[:, at], mask.some(at)) for at in some], 1)
+
+    def drafting(self, states_XWH: Tensor) -> Tensor:
+        """The states [..., K, H] of blocks [..., W, H] that draft a token each, in the order of the tokens."""
+        return states_XWH if self.config.sample_from_anchor else states_XWH[..., 1:, :]
 
     def _together(
         self, context: Sequence[KeyValue], embeds_BMWH: Tensor, mask: BlockMask, merged: bool = False

@@ -34,7 +34,7 @@ class DraftMeta(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    family: Literal["small", "eagle", "eagle3", "medusa", "dflash"]
+    family: Literal["small", "eagle", "eagle3", "medusa", "dflash", "dspark"]
     target_fingerprint: str
     tokenizer_digest: str
     step: int = Field(ge=0)

@@ -20,8 +20,7 @@ _READ_BY = {
     "Eagle3DeepseekV2ForCausalLM": "vLLM reads",
     "Eagle3DeepseekV3ForCausalLM": "vLLM reads",
     "DFlash2DraftModel": "vLLM reads",
-    "DSparkDraftModel": "vLLM and SGLang read",
-    "Qwen3DSparkModel": "vLLM and SGLang read",
+    "Gemma4DSparkModel": "vLLM reads",
 }
 
 

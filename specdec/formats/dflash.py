@@ -1,7 +1,8 @@
-"""DFlash drafts in the layout that vLLM and SGLang read: config.json as of a Qwen 3, and `dflash_config`.
+"""DFlash and DSpark drafts in the layout that vLLM and SGLang read: config.json as of a Qwen 3, and `dflash_config`.
 
 `target_layer_ids` count the target's layers from 0 and mean their outputs; engines add one. Embeddings and head may be
-absent: the target lends its own.
+absent: the target lends its own. What a DSpark draft has more stands at the top level, where vLLM reads it, and beside
+the mask token, where SGLang does; its confidence head is there if its tensors are.
 """
 
 from collections.abc import Mapping
@@ -30,10 +31,15 @@ from .llama import (
 from .tensors import WEIGHTS_FILE, Spec, Stored, check_count, check_tensors, present, read_tensors, write_tensors
 
 ARCHITECTURE = "DFlashDraftModel"
-ARCHITECTURES = (ARCHITECTURE, "QwenDFlashDraftModel")  # the second is AngelSlim's
+DSPARK = "Qwen3DSparkModel"
+_DSPARKS = (DSPARK, "DSparkDraftModel")  # the second is SpecForge's
+ARCHITECTURES = (ARCHITECTURE, "QwenDFlashDraftModel", *_DSPARKS)  # the second is AngelSlim's
 QWEN3 = "qwen3"
 _NESTED = "dflash_config"
 _MASK_FILE = "mask_embedding.pt"
+_VANILLA = "vanilla"
+_MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+_CONFIDENCE = "confidence_head.proj."
 # What engines compute otherwise where a config, or its `dflash_config`, asks for it: the one value that is ours.
 _FIXED = {
     "is_neox_style": True,
@@ -41,7 +47,6 @@ _FIXED = {
     "add_swa_attention_sink_bias": False,
 }
 _FIXED_NESTED = {
-    "sample_from_anchor": False,
     "use_aux_hidden_state": True,
     "attention_sink_bias": False,
 }
@@ -72,6 +77,11 @@ def write_weights(draft: DFlashDraft, folder: Path) -> str:
     return write_tensors(folder / WEIGHTS_FILE, tensors, specs)
 
 
+def family_of(raw: Mapping[str, Any]) -> str:
+    """Family of the draft that a config.json is of: dflash or dspark."""
+    return "dspark" if {*_DSPARKS} & {*map(str, raw.get("architectures") or ())} else "dflash"
+
+
 def read(folder: Path) -> DFlashDraft:
     """Load a DFlash draft from a folder. Raises MissingFileError or FormatError."""
     path = folder / "config.json"
@@ -83,6 +93,10 @@ def read(folder: Path) -> DFlashDraft:
 
 def load(config: DFlashConfig, stored: Stored) -> DFlashDraft:
     """DFlash draft from its config and tensors. Raises FormatError naming the tensor that is wrong."""
+    # Its tensors say whether there is a confidence head: engines differ in what they take for an absent key.
+    told = bool(config.markov_rank) and any(name.startswith(_CONFIDENCE) for name in stored.tensors)
+    config = config.model_copy(update={"confidence_head": told})
+
     # 1) Check the tensors. The number of layers first: specs are made for each.
     where = stored.where
     tensors = without_frequencies(config, where, our_maps(where, stored.tensors))
@@ -100,6 +114,8 @@ def load(config: DFlashConfig, stored: Stored) -> DFlashDraft:
             raise FormatError(f"{where}: d2t changes the order of the whole vocabulary: the target's head has its own")
         if own["lm_head"]:
             tensors["lm_head.weight"] = tensors["lm_head.weight"][ids.argsort()]
+        if config.markov_rank:
+            tensors[_MARKOV[1]] = tensors[_MARKOV[1]][ids.argsort()]
         ids, _ = ids.sort()
     draft = DFlashDraft(config, ids, own["embed_tokens"], own["lm_head"])
     check_marks(where, draft.t2d, tensors)
@@ -112,8 +128,10 @@ def load(config: DFlashConfig, stored: Stored) -> DFlashDraft:
 def engine_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
     """config.json of a DFlash draft as engines expect it. Some look for block_size at the top, some beside the mask."""
     # target_layer_ids count from 0 and mean outputs: one less than in hidden_states.
+    read = {"mask_token_id": config.mask_token_id, "target_layer_ids": [layer - 1 for layer in config.aux_layers]}
+    dspark = dspark_entries(config)
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [DSPARK if dspark else ARCHITECTURE],
         **layer_entries(config),
         "model_type": QWEN3,
         "num_hidden_layers": config.num_hidden_layers,
@@ -121,24 +139,47 @@ def engine_config(config: DFlashConfig, dtype: str) -> dict[str, Any]:
         "target_hidden_size": config.target_hidden_size,
         "draft_vocab_size": config.draft_vocab_size,
         "block_size": config.block_size,
-        _NESTED: {
-            "block_size": config.block_size,
-            "mask_token_id": config.mask_token_id,
-            "target_layer_ids": [layer - 1 for layer in config.aux_layers],
-            "causal": False,
-        },
+        **(read | dspark if dspark else {}),
+        _NESTED: {"block_size": config.block_size, **read, **dspark, "causal": False},
         **dtype_entries(dtype),
     }
 
 
+def dspark_entries(config: DFlashConfig) -> dict[str, Any]:
+    """config.json entries of a DSpark draft, none for a DFlash one. All are written: readers differ in defaults."""
+    if not config.markov_rank:
+        return {}
+    return {
+        "sample_from_anchor": config.sample_from_anchor,
+        "markov_rank": config.markov_rank,
+        "markov_head_type": _VANILLA,
+        "enable_confidence_head": config.confidence_head,
+        "confidence_head_with_markov": config.confidence_head,
+    }
+
+
+def dspark_fields(path: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """DFlashConfig fields of a DSpark draft. Raises FormatError for another kind of Markov head."""
+    kind = raw.get("markov_head_type") or _VANILLA
+    if kind != _VANILLA:
+        raise FormatError(f"{path}: markov_head_type {kind}: must be {_VANILLA}; SGLang computes gated and rnn")
+    if not raw.get("markov_rank"):
+        raise FormatError(f"{path}: markov_rank {raw.get('markov_rank')}: must be above 0 in a DSpark draft")
+    return {"markov_rank": raw["markov_rank"], "sample_from_anchor": raw.get("sample_from_anchor")}
+
+
 def read_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
     """DFlash config from an engine's config.json. Raises FormatError naming the field."""
-    # Fields that would change the computation must have our value.
-    nested = raw.get(_NESTED)
+    # A DSpark config may say all at the top level, and all readers take an absent sample_from_anchor for true.
+    nested, dspark = raw.get(_NESTED), family_of(raw) == "dspark"
+    if dspark:
+        nested = {"sample_from_anchor": True, **raw, **(nested if isinstance(nested, Mapping) else {})}
     if not isinstance(nested, Mapping):
         raise FormatError(f"{path}: {_NESTED} {nested}: must be an object")
+
+    # Fields that would change the computation must have our value.
     check_fixed(path, "", raw, _FIXED)
-    check_fixed(path, f"{_NESTED}.", nested, _FIXED_NESTED)
+    check_fixed(path, f"{_NESTED}.", nested, _FIXED_NESTED | ({} if dspark else {"sample_from_anchor": False}))
 
     # block_size may stand in two places, which must agree.
     block_size = raw.get("block_size", nested.get("block_size"))
@@ -150,6 +191,7 @@ def read_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise FormatError(f"{path}: {_NESTED}.target_layer_ids {layers}: must be a list of layers")
     own = {"mask_token_id": nested.get("mask_token_id"), "aux_layers": [layer + 1 for layer in layers]}
+    own |= dspark_fields(path, nested) if dspark else {}
     swa = _swa_fields(path, raw, nested)
     layer = {name: value for name, value in raw.items() if not swa or name not in ("sliding_window", "layer_types")}
     config = dimensions(path, layer, {**own, "block_size": block_size, **swa})
@@ -211,6 +253,13 @@ def tensor_specs(config: DFlashConfig) -> dict[str, Spec]:
         "hidden_norm.weight": hidden,
         "norm.weight": hidden,
     }
+    # DSpark's heads.
+    rank = config.markov_rank
+    if rank:
+        specs |= dict(zip(_MARKOV, (Spec((config.vocab_size, rank)), Spec((config.draft_vocab_size, rank)))))
+    if config.confidence_head:
+        specs |= {f"{_CONFIDENCE}weight": Spec((1, config.hidden_size + rank)), f"{_CONFIDENCE}bias": Spec((1,))}
+
     for layer in range(config.num_hidden_layers):
         prefix = f"layers.{layer}."
         specs |= {f"{prefix}input_layernorm.weight": hidden, **layer_specs(config, prefix, config.hidden_size)}

@@ -19,7 +19,7 @@ from ..engine_features import NAMES, ServingEngine, not_honoured
 from . import dflash, eagle, eagle3, hf, medusa, speculators
 from .detect import detect
 from .gguf import layouts
-from .gguf.file import Field, read_architecture
+from .gguf.file import Field
 from .speculators import Verifier
 
 Format = Literal["hf", "vllm", "sglang", "speculators", "medusa", "gguf"]
@@ -28,11 +28,11 @@ NATIVE: Format = "vllm"
 
 FAMILIES: dict[Format, tuple[str, ...]] = {
     "hf": ("small",),
-    "vllm": ("small", "eagle", "eagle3", "medusa", "dflash"),
-    "sglang": ("small", "eagle", "eagle3", "dflash"),
-    "speculators": ("eagle3", "dflash"),
+    "vllm": ("small", "eagle", "eagle3", "medusa", "dflash", "dspark"),
+    "sglang": ("small", "eagle", "eagle3", "dflash", "dspark"),
+    "speculators": ("eagle3", "dflash", "dspark"),
     "medusa": ("medusa",),
-    "gguf": ("small", "eagle3", "dflash"),
+    "gguf": ("small", "eagle3", "dflash", "dspark"),
 }
 """Draft families by format. `medusa`: the original project's layout; `gguf`: llama.cpp's."""
 _NEED_VERIFIER = ("speculators", "medusa")
@@ -71,10 +71,11 @@ def family_at(place: Path) -> str:
     """Family of a draft's folder or file, by its config alone. Raises MissingFileError or FormatError."""
     layout = detect(place)
     if layout == "gguf":
-        architecture = read_architecture(layouts.file_in(place) or place)
-        return "small" if architecture == "llama" else architecture
+        return layouts.family_of(layouts.file_in(place) or place)
     if layout == "speculators":
         return str(read_object(place / "config.json")[speculators.MODEL_TYPE])
+    if layout == "dflash":
+        return dflash.family_of(read_object(place / "config.json"))
     return "small" if layout == "hf" else layout
 
 
@@ -182,4 +183,6 @@ def _check_sglang_dflash(draft: DFlashDraft) -> None:
         raise InputError("format sglang: SGLang drafts with the target's embeddings and head; the draft has its own")
     if draft.config.target_hidden_size != draft.config.hidden_size:
         sizes = f"{draft.config.hidden_size} and {draft.config.target_hidden_size}"
-        raise InputError(f"format sglang: SGLang takes a dflash draft to be as wide as its target; {sizes} differ")
+        raise InputError(
+            f"format sglang: SGLang takes a {draft.family} draft to be as wide as its target; {sizes} differ"
+        )

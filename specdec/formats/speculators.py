@@ -1,4 +1,4 @@
-"""EAGLE-3 heads and DFlash drafts in the `speculators` project's format, which vLLM serves without flags.
+"""EAGLE-3 heads, DFlash and DSpark drafts in the `speculators` project's format, which vLLM serves without flags.
 
 It names the target ("verifier") and how many tokens to draft. Layers are numbered as in vLLM's own layout.
 """
@@ -23,6 +23,7 @@ from .tensors import read_tensors
 MODEL_TYPE = "speculators_model_type"
 _VERSION = "0.9.0"
 _PARALLEL = "peagle"
+_BLOCKS = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel"}  # and their architectures
 _LAYER = "transformer_layer_config"
 _NOT_CAUSAL = "sliding_window_non_causal"
 _DFLASH_LAYER_IDS = "aux_hidden_state_layer_ids"
@@ -63,7 +64,7 @@ def read(folder: Path, target_layers: int | None = None) -> Eagle3Draft | DFlash
     an EAGLE-3 head reads follow where the config names none. Raises MissingFileError or FormatError."""
     path = folder / "config.json"
     raw, stored = read_object(path), read_tensors(folder)
-    if raw.get(MODEL_TYPE) == "dflash":
+    if raw.get(MODEL_TYPE) in _BLOCKS:
         return dflash.load(read_dflash_config(path, raw), stored)
     config = read_config(path, raw, stored.tensors, target_layers)
     entries = {"mask_token_id": raw.get("mask_token_id"), "vocab_size": config.vocab_size}
@@ -96,12 +97,14 @@ def engine_config(config: Eagle3Config, dtype: str, draft_tokens: int, verifier:
 
 
 def dflash_config(config: DFlashConfig, dtype: str, draft_tokens: int, verifier: Verifier) -> dict[str, Any]:
-    """config.json of a DFlash draft. vLLM reads `sliding_window_non_causal` false as causal attention everywhere."""
-    # No more is drafted than the block holds beside the anchor.
+    """config.json of a DFlash or DSpark draft. vLLM reads `sliding_window_non_causal` false as causal attention
+    everywhere."""
+    # No more is drafted than the block holds.
+    kind = "dspark" if config.markov_rank else "dflash"
     layer = {**layer_entries(config), "model_type": dflash.QWEN3, "num_hidden_layers": config.num_hidden_layers}
     return {
-        "architectures": ["DFlashDraftModel"],
-        **_common("dflash", min(draft_tokens, config.block_size - 1), verifier),
+        "architectures": [_BLOCKS[kind]],
+        **_common(kind, min(draft_tokens, config.draft_tokens), verifier),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": None,
         "block_size": config.block_size,
@@ -109,6 +112,7 @@ def dflash_config(config: DFlashConfig, dtype: str, draft_tokens: int, verifier:
         _DFLASH_LAYER_IDS: list(config.aux_layers),
         _NOT_CAUSAL: True,
         "sample_from_anchor": False,
+        **dflash.dspark_entries(config),
         "tie_word_embeddings": False,
         "dtype": dtype,
         _LAYER: {**layer, "rope_parameters": rope_parameters(config)},
@@ -137,9 +141,12 @@ def _common(algorithm: str, draft_tokens: int, verifier: Verifier) -> dict[str, 
 
 def read_dflash_config(path: Path, raw: Mapping[str, Any]) -> DFlashConfig:
     """DFlash config from config.json. Raises FormatError naming the field."""
-    layer = _layer(path, raw, (dflash.QWEN3,))
-    dflash.check_fixed(path, "", raw, {"sample_from_anchor": False})
+    layer, dspark = _layer(path, raw, (dflash.QWEN3,)), raw.get(MODEL_TYPE) == "dspark"
+    if dspark and raw.get("sample_from_anchor") is None:
+        raise FormatError(f"{path}: sample_from_anchor: must be named: vLLM takes none for false, speculators for true")
+    dflash.check_fixed(path, "", raw, {} if dspark else {"sample_from_anchor": False})
     own = {"aux_layers": raw.get(_DFLASH_LAYER_IDS), **{n: raw.get(n) for n in ("block_size", "mask_token_id")}}
+    own |= dflash.dspark_fields(path, raw) if dspark else {}
     named = ("draft_vocab_size", "target_hidden_size")
     config = dflash.dimensions(path, {**layer, **{name: raw.get(name) for name in named}}, own)
 
@@ -167,7 +174,7 @@ def read_config(
     kind = raw.get(MODEL_TYPE)
     if kind not in ("eagle3", _PARALLEL):
         raise FormatError(
-            f"{path}: {MODEL_TYPE} {kind}: only eagle3, {_PARALLEL} and dflash can be read; vLLM reads more"
+            f"{path}: {MODEL_TYPE} {kind}: only eagle3, {_PARALLEL}, dflash and dspark can be read; vLLM reads more"
         )
     layer = _layer(path, raw, get_args(Body))
     if raw.get("norm_before_residual") is None and kind != _PARALLEL:  # false there, all readers agree

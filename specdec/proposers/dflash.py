@@ -1,11 +1,18 @@
-"""DFlash drafter: the logits of all levels come out of one pass, whatever tokens stand above each.
+"""DFlash drafter: the states of all levels come out of one pass, whatever tokens stand above each. The Markov head of a
+DSpark draft then tells each level's logits of the token right above.
 
-Shapes: B active slots, F nodes read at once, K drafted tokens, W = K + 1 tokens of a block, R round starts
-of recorded texts, A features, H hidden size, V vocabulary.
+Shapes: B active slots, F nodes read at once, K drafted tokens, W tokens of a block, R round starts of recorded texts,
+N some of these, A features, H hidden size, E rank of the Markov head, V vocabulary.
 
 As in vLLM and llama.cpp a block has as many masks as the run drafts levels, also where an answer has fewer tokens
-left; as in llama.cpp it has no more than it was trained with.
+left; as in llama.cpp it has no more than it was trained with. With `sample_from_anchor` it has one mask fewer.
+
+A round may draft fewer tokens: as in DeepSpec and llama.cpp a chain ends before the first token whose confidence is
+below a threshold. It follows from the tokens above, so the rules that read no q stay lossless. Nothing gets narrower:
+all logits there become -inf, which drafts nothing.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -15,9 +22,10 @@ from ..kernels.document_mask import QueryMask
 from ..kv_cache import KVCache
 from ..models import CausalModel, States
 from ..replay.packing import Pack
+from ..sampling import penalised
 from ..sampling_settings import SamplingSettings
 from .base import Texts, Trace
-from .logits import MOST_PAIRS, over_vocabulary, trace_levels
+from .logits import MOST_LOGITS, MOST_PAIRS, over_vocabulary, see, trace_levels
 
 
 class DFlashDrafter:
@@ -28,17 +36,19 @@ class DFlashDrafter:
     nested = False
     needs_host_sync = False
 
-    def __init__(self, draft: DFlashDraft, target: CausalModel) -> None:
+    def __init__(self, draft: DFlashDraft, target: CausalModel, confidence_threshold: float = 0.0) -> None:
+        """`confidence_threshold`: tokens below it end a chain; 0: none does, and no confidence head is needed."""
         self._draft, self._target = draft, target
+        self._least = math.log(confidence_threshold / (1 - confidence_threshold)) if confidence_threshold else None
         self._embed = draft.embed_tokens if draft.embed_tokens is not None else target.embed
         self.aux_layers = draft.config.aux_layers
-        self.levels: int | None = draft.config.block_size - 1
+        self.levels: int | None = draft.config.draft_tokens
         self.width = draft.config.draft_vocab_size
 
     def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
-        self._block = 1 + self._masks(levels)
+        self._masks = self._masks_of(levels)
         device = self._draft.fc.weight.device
-        self._cache = KVCache(slots, tokens + max(self._block, levels + 1), device)
+        self._cache = KVCache(slots, tokens + max(1 + self._masks, levels + 1), device)
         self._last_S = torch.zeros(slots, dtype=torch.long, device=device)
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
@@ -48,19 +58,30 @@ class DFlashDrafter:
 
     def open(self, batch: int, chain: bool) -> Tensor:
         # The block's tokens see each other in both directions, so the tree mask is all ones; but for causal layers.
-        depth_BW = torch.arange(self._block, device=self._cache.device).expand(batch, -1)
-        whole_BWW = depth_BW.new_ones(batch, self._block, self._block, dtype=torch.bool)
+        width = 1 + self._masks
+        depth_BW = torch.arange(width, device=self._cache.device).expand(batch, -1)
+        whole_BWW = depth_BW.new_ones(batch, width, width, dtype=torch.bool)
         step = self._cache.branch(depth_BW, whole_BWW)
         causal = self._cache.branch(depth_BW, whole_BWW.tril()) if self._draft.config.causal != "none" else None
 
-        # One pass for all levels; mask j drafts level j, and the anchor's own state is not used.
-        embeds_BWH = self._blocks(self._last_S[:batch], self._block - 1)
-        self._logits_BKV = self._logits(self._draft.decode(embeds_BWH, step, causal)[:, 1:])
-        return self._logits_BKV[:, 0]
+        # One pass for all levels.
+        embeds_BWH = self._blocks(self._last_S[:batch], self._masks)
+        self._states_BKH = self._draft.drafting(self._draft.decode(embeds_BWH, step, causal))
+        self._logits_BKV = self._logits(self._states_BKH)
+        return self._level(0, self._last_S[:batch, None])[:, 0]
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
-        # Logits of a level do not depend on the node: every node of it gets the same.
-        return self._logits_BKV[:, depth + 1, None].expand(-1, tokens_BF.shape[1], -1)
+        return self._level(depth + 1, tokens_BF)
+
+    def _level(self, level: int, above_BF: Tensor) -> Tensor:
+        """Logits [B, F, V] of a level below each of the tokens above."""
+        # Without a Markov head they do not depend on the node: every node of the level gets the same.
+        logits_B1V, markov = self._logits_BKV[:, level, None], self._draft.markov_head
+        if markov is None:
+            return logits_B1V.expand(-1, above_BF.shape[1], -1)
+
+        states_BFH = self._states_BKH[:, level, None].expand(-1, above_BF.shape[1], -1)
+        return self._told(logits_B1V, self._joined(states_BFH, above_BF))
 
     def observe(self, new: Texts, states: States) -> None:
         # The context grows by the emitted tokens, read from the target's features, in place of the block's keys.
@@ -75,11 +96,12 @@ class DFlashDrafter:
         self._last_S[destination] = self._last_S[source]
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        """Trace from one block at every round start. Levels past the answer's end are computed and ignored."""
+        """Trace from one block at every round start, each level below the answer's own token. Levels past the answer's
+        end are computed and ignored."""
         # Every round start is the anchor of a block.
         if states is None:
             raise ValueError("DFlash needs the target's states; ask for proposer.needs_hidden_states")
-        masks, read_BTA, at_BM = self._masks(count), self._read(states), pack.places(-1)
+        masks, read_BTA, at_BM = self._masks_of(count), self._read(states), pack.places(-1)
         blocks_NWH = self._blocks(pack.ids_BT.gather(1, at_BM).flatten(), masks)
         blocks_BMWH = blocks_NWH.view(*at_BM.shape, *blocks_NWH.shape[1:])
 
@@ -90,13 +112,57 @@ class DFlashDrafter:
             for some in pack.groups(tokens * (tokens + read_BTA.shape[1]), MOST_PAIRS)
         ]
 
-        # Back to one row a round start; mask j stands at place 1 + j of its block.
-        states_RWH = pack.unplaced(torch.cat(parts))
-        levels = ((states_RWH[:, 1 + mask], self._logits) for mask in range(masks))
-        return trace_levels(pack, count, levels, self._draft.vocab_size, sampling)
+        # Back to one row a round start.
+        states_RKH = pack.unplaced(self._draft.drafting(torch.cat(parts)))
+        above = (pack.next_tokens(k - 1)[0] for k in range(states_RKH.shape[1]))
+        levels = ((self._joined(states_RKH[:, k], above_R), self._head) for k, above_R in enumerate(above))
+        trace = trace_levels(pack, count, levels, self._draft.vocab_size, sampling)
+        return trace if self._least is None else trace._replace(offered_R=self._offered(states_RKH, pack, sampling))
 
-    def _masks(self, levels: int) -> int:
-        return min(levels, self._draft.config.block_size - 1)
+    def _offered(self, states_RKH: Tensor, pack: Pack, sampling: SamplingSettings) -> Tensor:
+        """Levels [R] that a round drafts at each start: its own likeliest tokens decide how long it stays confident."""
+        V, found = self._draft.vocab_size, []
+        first_BV = None if sampling.repetition_penalty == 1.0 else pack.first_places(V)
+        anchor_R, step = pack.next_tokens(-1)[0], max(1, MOST_LOGITS // V)
+        for start in range(0, max(pack.rounds, 1), step):
+            rows = slice(start, start + step)
+            seen_NV = None if first_BV is None else pack.seen(first_BV, rows, 0)
+            above_N, offered_N = anchor_R[rows], torch.zeros_like(anchor_R[rows])
+            for k in range(states_RKH.shape[1]):
+                # One level more where all levels so far were confident.
+                joined_NX = self._joined(states_RKH[rows, k], above_N)
+                offered_N += (offered_N == k) & self._sure(joined_NX)[..., 0]
+                # The chain's next token, as it is drafted.
+                above_N = penalised(self._head(joined_NX), sampling, seen_NV).argmax(-1)
+                seen_NV = see(seen_NV, above_N)
+            found.append(offered_N)
+        return torch.cat(found)
+
+    def _joined(self, state: Tensor, above: Tensor) -> Tensor:
+        """States [..., H] and, for a Markov head, embeddings [..., E] of the tokens above, side by side."""
+        markov = self._draft.markov_head
+        return state if markov is None else torch.cat([state, markov.embed(above)], -1)
+
+    def _head(self, joined: Tensor) -> Tensor:
+        """Logits [..., V] from what `_joined` gives."""
+        logits = self._logits(joined[..., : self._draft.config.hidden_size])
+        return logits if self._draft.markov_head is None else self._told(logits, joined)
+
+    def _told(self, logits: Tensor, joined: Tensor) -> Tensor:
+        """Logits [..., V] with the Markov head's bias, from what `_joined` gives; -inf where confidence is too low."""
+        assert self._draft.markov_head is not None
+        logits = logits + self._whole(self._draft.markov_head.bias(joined[..., self._draft.config.hidden_size :]))
+        return logits if self._least is None else logits.masked_fill(~self._sure(joined), -torch.inf)
+
+    def _sure(self, joined: Tensor) -> Tensor:
+        """Whether the next token is likely enough to be accepted [..., 1], from what `_joined` gives."""
+        assert self._draft.confidence_head is not None and self._least is not None
+        sure: Tensor = self._draft.confidence_head(joined)[..., None] >= self._least
+        return sure
+
+    def _masks_of(self, levels: int) -> int:
+        config = self._draft.config
+        return min(levels, config.draft_tokens) - config.sample_from_anchor
 
     def _blocks(self, anchors_R: Tensor, masks: int) -> Tensor:
         """Embeddings [R, W, H] of blocks: an anchor and `masks` mask tokens each."""
@@ -111,8 +177,9 @@ class DFlashDrafter:
     def _logits(self, state: Tensor) -> Tensor:
         """Normed states [..., H] -> logits over the target's vocabulary, -inf outside the draft's."""
         head = self._draft.lm_head
-        if head is None:
-            return self._target.logits(state)
-        logits: Tensor = head(state)
+        return self._target.logits(state) if head is None else self._whole(head(state))
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Logits of the draft's vocabulary over the target's: -inf outside it."""
         config = self._draft.config
         return over_vocabulary(logits, self._draft.draft_ids, config.vocab_size) if config.reduced else logits

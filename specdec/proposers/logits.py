@@ -22,7 +22,7 @@ MOST_PAIRS = 1 << 22
 """Most query-key pairs of the texts that are traced at once: attention off packed rows holds a score for each."""
 MOST_RANKS = 64
 """Most ranks that kernels find one after another; for more of them a sort is faster."""
-_MOST_LOGITS = 1 << 25
+MOST_LOGITS = 1 << 25
 """Most logits (rows x vocabulary) that a trace holds at once."""
 Head = Callable[[Tensor], Tensor]
 """States [N, H] -> logits [N, V]."""
@@ -161,7 +161,7 @@ def trace_level(
     first_BV = None if sampling.repetition_penalty == 1.0 else pack.first_places(vocab_size)
 
     # Logits of a few round starts at a time: rows x vocabulary may be large.
-    step = max(1, _MOST_LOGITS // vocab_size)
+    step = max(1, MOST_LOGITS // vocab_size)
     found: list[tuple[Tensor, Tensor]] = []
     for start in range(0, max(pack.rounds, 1), step):
         rows = slice(start, start + step)
@@ -189,4 +189,5 @@ def trace_from_logits(
     # Probability under the draft's processed distribution; greedy drafts put all mass on rank 0.
     if sampling.greedy:
         return rank_N, (rank_N == 0).float()
-    return rank_N, probabilities(logits_NV, sampling, seen_NV).gather(-1, answer_N1)[:, 0]
+    q_N = probabilities(logits_NV, sampling, seen_NV).gather(-1, answer_N1)[:, 0]
+    return rank_N, torch.where(rank_N == UNRANKED, 0.0, q_N)  # where nothing is said there are no probabilities

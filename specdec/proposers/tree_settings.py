@@ -109,6 +109,17 @@ class DynamicTree(_Tree):
     """Nodes that are drafted, the best of all that were offered."""
 
 
+class ConfidentChain(_Tree):
+    """DSpark's: a chain that ends before the first token that the draft's confidence head would not trust. Drafts
+    without such a head are scored without it."""
+
+    kind: Literal["confident"]
+    levels: int = Field(default=4, ge=1, le=MOST_LEVELS)
+    """Most tokens of the chain."""
+    confidence_threshold: float = Field(default=0.5, gt=0, lt=1)
+    """Probability of being accepted, given that the tokens before it are, below which a token ends the chain."""
+
+
 class MergedTree(_Tree):
     """SpecInfer's (Miao et al. 2024, arXiv 2305.09781): chains of several drafts in one tree."""
 
@@ -151,14 +162,16 @@ class MergedTree(_Tree):
         return {**raw, "digests": [of_json(file_digests(path)) for path in paths]}
 
 
-OwnTree = StaticTree | DynamicTree
-"""A tree of one draft."""
-Tree = Annotated[StaticTree | DynamicTree | MergedTree, Field(discriminator="kind")]
-TreeSettings = Annotated[StaticTree | DynamicTree | MergedTree | MeasuredTree, Field(discriminator="kind")]
+OwnTree = StaticTree | DynamicTree | ConfidentChain
+"""A tree of one draft, or a chain that it ends by itself."""
+Tree = Annotated[StaticTree | DynamicTree | ConfidentChain | MergedTree, Field(discriminator="kind")]
+TreeSettings = Annotated[
+    StaticTree | DynamicTree | ConfidentChain | MergedTree | MeasuredTree, Field(discriminator="kind")
+]
 """What a recipe may ask for: `measured` becomes a static tree of one draft, names in a `merged` one become places."""
 
 
-def is_fixed(tree: TreeSettings) -> TypeGuard[StaticTree | DynamicTree | MergedTree]:
+def is_fixed(tree: TreeSettings) -> TypeGuard[StaticTree | DynamicTree | ConfidentChain | MergedTree]:
     """Whether a tree is known before answers are captured and drafts are trained."""
     return not isinstance(tree, MeasuredTree) and not (isinstance(tree, MergedTree) and tree.names)
 

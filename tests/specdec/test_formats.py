@@ -62,6 +62,8 @@ def eagle3_folder(tmp_path: Path) -> Path:
         heads.eagle3(own_embeddings=True, target_hidden_size=20, aux_layers=(1, 2, 3, 5), attention_bias=True),
         heads.medusa(True, 2),
         heads.dflash(40),
+        heads.dspark(40),
+        heads.dspark(sample_from_anchor=False, confidence_head=False),
     ],
     ids=lambda draft: draft.family,
 )

@@ -83,6 +83,21 @@ def test_dflash_as_its_project_publishes_it(tmp_path: Path) -> None:
         assert isinstance(again, DFlashDraft) and again.config == draft.config
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3DSparkModel", "DSparkDraftModel"])
+def test_dspark_as_others_publish_it(architecture: str, tmp_path: Path) -> None:
+    """All at the top level, as DeepSpec has it; or beside the mask token, as SpecForge has it."""
+    draft = heads.dspark()
+    write_draft(draft, tmp_path / ".", "vllm")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": [architecture]}
+    nested = {name: value for name, value in config.pop("dflash_config").items() if name != "causal"}
+    tensors = load_file(tmp_path / "model.safetensors")
+    without = {name: value for name, value in config.items() if name not in nested and "confidence" not in name}
+    for entries in (config, {**without, "dflash_config": nested}):
+        entries.pop("sample_from_anchor", None)  # which all readers take for true
+        again = read_draft(put(tmp_path / "theirs", entries, tensors))
+        assert isinstance(again, DFlashDraft) and again.config == draft.config and same(again, draft)
+
+
 KINDS = ["sliding_attention", "full_attention"]
 SEES: list[tuple[dict[str, Any], dict[str, Any], list[tuple[int | None, bool]]]] = [
     ({}, {"layer_types": KINDS, "sliding_window": 8}, [(8, True), (None, False)]),

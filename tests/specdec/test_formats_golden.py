@@ -275,6 +275,32 @@ REDUCED_TENSORS: Tensors = {
     "d2t": ("int64", (40,)),
     "t2d": ("bool", (61,)),
 }
+DSPARK_ENTRIES: dict[str, Any] = {
+    "sample_from_anchor": True,
+    "markov_rank": 7,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+DSPARK_CONFIG: dict[str, Any] = {
+    **DFLASH_CONFIG,
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 5,
+    "mask_token_id": 60,
+    "target_layer_ids": [0, 1, 3],
+    **DSPARK_ENTRIES,
+    "dflash_config": {**DFLASH_CONFIG["dflash_config"], "block_size": 5, **DSPARK_ENTRIES},
+}
+MARKOV_TENSORS: Tensors = {
+    "markov_head.markov_w1.weight": ("float32", (61, 7)),
+    "markov_head.markov_w2.weight": ("float32", (61, 7)),
+}
+DSPARK_TENSORS: Tensors = {
+    **DFLASH_TENSORS,
+    **MARKOV_TENSORS,
+    "confidence_head.proj.weight": ("float32", (1, 31)),
+    "confidence_head.proj.bias": ("float32", (1,)),
+}
 SPECULATORS_DFLASH_CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
     "speculators_model_type": "dflash",
@@ -478,6 +504,27 @@ GOLDEN: list[Any] = [
         {**SPECULATORS_DFLASH_CONFIG, "draft_vocab_size": 61},
         DFLASH_TENSORS,
         id="speculators-dflash-whole",
+    ),
+    *(
+        pytest.param(heads.dspark(), name, "dflash", DSPARK_CONFIG, DSPARK_TENSORS, id=f"dspark-{name}")
+        for name in ("vllm", "sglang")
+    ),
+    pytest.param(
+        heads.dspark(40, confidence_head=False),
+        "speculators",
+        "speculators",
+        {
+            **SPECULATORS_DFLASH_CONFIG,
+            "architectures": ["DSparkDraftModel"],
+            "speculators_model_type": "dspark",
+            "speculators_config": {**SPECULATORS_DFLASH_CONFIG["speculators_config"], "algorithm": "dspark"},
+            "block_size": 5,
+            **DSPARK_ENTRIES,
+            "enable_confidence_head": False,
+            "confidence_head_with_markov": False,
+        },
+        {**REDUCED_TENSORS, **MARKOV_TENSORS, "markov_head.markov_w2.weight": ("float32", (40, 7))},
+        id="speculators-dspark",
     ),
     pytest.param(heads.medusa(True, 2), "vllm", "medusa", MEDUSA_CONFIG, MEDUSA_TENSORS, id="medusa-vllm"),
     pytest.param(

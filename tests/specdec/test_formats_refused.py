@@ -42,6 +42,8 @@ DRAFTS: dict[str, tuple[Callable[[], DraftModule], Format, set[str]]] = {
         {"embed_tokens.weight", "lm_head.weight"},
     ),
     "speculators-dflash": (lambda: heads.dflash(40), "speculators", {"t2d"}),
+    "dspark": (heads.dspark, "vllm", set()),
+    "speculators-dspark": (lambda: heads.dspark(40), "speculators", {"t2d"}),
     "medusa-vllm": (lambda: heads.medusa(True, 2), "vllm", set()),
     "medusa-original": (lambda: heads.medusa(True, 2), "medusa", set()),
 }
@@ -97,7 +99,7 @@ def test_every_tensor_of_another_shape_or_type_is_named(
         if kind == "medusa-original" and name == "0.2.weight" and message == "has shape":
             continue  # the vocabulary is read off this one: the others are then what is wrong
         if (
-            kind in ("eagle3", "speculators", "dflash", "speculators-dflash")
+            kind in ("eagle3", "speculators", "dflash", "speculators-dflash", "speculators-dspark")
             and name in ("d2t", "t2d")
             and "int32" in message
         ):
@@ -202,7 +204,7 @@ def test_configs_that_ask_for_something_else(entries: dict[str, Any], message: s
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ({"speculators_model_type": "mtp"}, "mtp: only eagle3, peagle and dflash can be read"),
+        ({"speculators_model_type": "mtp"}, "mtp: only eagle3, peagle, dflash and dspark can be read"),
         ({"transformer_layer_config": {"model_type": "gemma3"}}, "model_type gemma3: must be llama or qwen3"),
         ({"transformer_layer_config": None}, r"transformer_layer_config\.model_type None: must be llama or qwen3"),
         ({"norm_before_residual": None}, "norm_before_residual: must be named"),
@@ -235,7 +237,7 @@ BLOCK = {"mask_token_id": 60, "target_layer_ids": [0, 1, 3]}
         ({"dflash_config": {**BLOCK, "target_layer_ids": [1, "2"]}}, "must be a list of layers"),
         ({"dflash_config": {**BLOCK, "target_layer_ids": [3, 1, 0]}}, "must be different layers in ascending order"),
         ({"dflash_config": BLOCK, "block_size": None}, "block_size: Input should be a valid integer"),
-        ({"block_size": 1, "dflash_config": BLOCK}, "block_size: Input should be greater than or equal to 2"),
+        ({"block_size": 1, "dflash_config": BLOCK}, "block_size 1: must be at least 2"),
         ({"model_type": "llama"}, "model_type llama: must be qwen3"),
         ({"logit_scale": 0.5}, "logit_scale 0.5: must be 1.0"),
         ({"sliding_window": 32}, "sliding_window 32: layer_types must say which layers slide"),
@@ -293,6 +295,24 @@ def test_speculators_dflash_configs_that_ask_for_something_else(entries: Any, me
         read_draft(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "entries", "message"),
+    [
+        ("vllm", {"markov_rank": 0, "dflash_config": {**BLOCK, "markov_rank": 0}}, "markov_rank 0: must be above 0"),
+        ("vllm", {"dflash_config": {**BLOCK, "markov_rank": 8}}, r"shape \(61, 7\), must be \(61, 8\)"),
+        ("vllm", {"dflash_config": {**BLOCK, "markov_head_type": "rnn"}}, "rnn: must be vanilla; SGLang computes"),
+        ("speculators", {"markov_head_type": "gated"}, "markov_head_type gated: must be vanilla; SGLang computes"),
+        ("speculators", {"sample_from_anchor": None}, "sample_from_anchor: must be named: vLLM takes none for false"),
+        ("speculators", {"speculators_model_type": "dflash"}, "sample_from_anchor True: must be False"),
+    ],
+)
+def test_dspark_configs_that_ask_for_something_else(name: Format, entries: Any, message: str, tmp_path: Path) -> None:
+    write_draft(heads.dspark(), tmp_path, name, 4, VERIFIER)
+    change_config(tmp_path, **entries)
+    with pytest.raises(FormatError, match=message):
+        read_draft(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["sglang", "speculators"])
 def test_what_these_formats_take_from_the_target(name: Format, tmp_path: Path) -> None:
     for draft in (heads.dflash(own_embeddings=True), heads.dflash(own_head=True)):
@@ -339,7 +359,7 @@ def test_folders_that_hold_something_else_are_described(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("")
     with pytest.raises(MissingFileError, match=r"config\.json: no such file; the folder holds notes\.txt"):
         read_draft(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DSparkDraftModel"], "model_type": "qwen3"}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["DFlash2DraftModel"], "model_type": "qwen3"}))
     with pytest.raises(MissingFileError, match=r"model\.safetensors: no such file"):
         read_draft(tmp_path)
     names = ["fc.weight", "hidden_norm.weight", *(f"layers.{index}.mlp.up_proj.weight" for index in range(5))]
@@ -347,9 +367,9 @@ def test_folders_that_hold_something_else_are_described(tmp_path: Path) -> None:
     with pytest.raises(FormatError) as refused:
         read_draft(tmp_path)
     assert str(refused.value) == (
-        f"{tmp_path}: not a draft that can be read: architectures ['DSparkDraftModel'], model_type qwen3, tensors "
+        f"{tmp_path}: not a draft that can be read: architectures ['DFlash2DraftModel'], model_type qwen3, tensors "
         "fc.weight, hidden_norm.weight, layers.0.mlp.up_proj.weight, layers.1.mlp.up_proj.weight, "
-        "layers.2.mlp.up_proj.weight and 2 more; vLLM and SGLang read it"
+        "layers.2.mlp.up_proj.weight and 2 more; vLLM reads it"
     )
 
 

@@ -20,15 +20,17 @@ from draftforge.specdec.formats import write_draft
 from draftforge.specdec.formats.gguf.llama import read_llama, write_llama
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers.factory import make_proposer
+from draftforge.specdec.proposers.tree_settings import ConfidentChain, OwnTree
 from draftforge.specdec.requests import Round
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
 pytestmark = pytest.mark.slow
-NAMES = ("small", "eagle3", "eagle3-reduced", "dflash", "dflash-reduced")
-KINDS = {"small": "DRAFT_SIMPLE", "eagle3": "DRAFT_EAGLE3", "dflash": "DRAFT_DFLASH"}
+NAMES = ("small", "eagle3", "eagle3-reduced", "dflash", "dflash-reduced", "dspark", "dspark-reduced")
+KINDS = {"small": "DRAFT_SIMPLE"} | {name: f"DRAFT_{name.upper()}" for name in ("eagle3", "dflash", "dspark")}
 LENGTHS = (2, 3, 40)
 PAIRS = [("small", 1), ("small", 5), ("eagle3", 4), ("eagle3-reduced", 2), ("dflash", 3), ("dflash-reduced", 5)]
+PAIRS += [("dspark", 5), ("dspark", 1), ("dspark-reduced", 3)]
 """Every draft and every K, if not each with each."""
 Texts = list[tuple[list[int], list[int]]]
 
@@ -65,13 +67,21 @@ def write_files(folder: Path, target: Target, drafts: dict[str, Any]) -> None:
         write_draft(draft, folder / name, "gguf", tokenizer=target.tokenizer)
 
 
-def serve(folder: Path, name: str, K: int) -> LlamaServer:
+def serve(folder: Path, name: str, K: int, p_min: float = 0.0) -> LlamaServer:
     kind = KINDS[name.partition("-")[0]]
-    return LlamaServer(folder / "target.gguf", folder / name / "draft.gguf", kind, K)
+    return LlamaServer(folder / "target.gguf", folder / name / "draft.gguf", kind, K, p_min)
 
 
-def decode(target: CausalModel, draft: Any, ids: list[int], length: int, K: int, stops: frozenset[int]) -> Generation:
-    proposer = make_proposer(draft, target) if draft is not None else None
+def decode(
+    target: CausalModel,
+    draft: Any,
+    ids: list[int],
+    length: int,
+    K: int,
+    stops: frozenset[int],
+    tree: OwnTree | None = None,
+) -> Generation:
+    proposer = make_proposer(draft, target, tree) if draft is not None else None
     request = Request(ids, SamplingSettings(), 0, length, stops)
     ((_, answer),) = generate(target, proposer, [request], draft_tokens=K)
     return answer
@@ -93,6 +103,24 @@ def test_counts_and_tokens_equal_the_decoders(
         accepted, drafted = accepted + found.counts.accepted, drafted + found.counts.drafted
         count += found.counts.rounds
     assert 0.6 * count < accepted < drafted  # both verdicts were compared
+
+
+@pytest.mark.parametrize("name", ["dspark", "dspark-reduced"])
+def test_confidence_ends_a_draft_where_the_server_ends_it(
+    target: Target, drafts: dict[str, Any], files: Path, name: str
+) -> None:
+    """Its p_min is our threshold; a round that drafts nothing is none of its rounds."""
+    K, drafted, rounds = 5, 0, 0
+    tree = ConfidentChain(kind="confident", levels=K, confidence_threshold=0.6)
+    server = serve(files, name, K, tree.confidence_threshold)
+    for text, length in itertools.product(PROMPTS, LENGTHS):
+        ids = target.tokenizer(text).input_ids
+        answer = decode(target, drafts[name], ids, length, K, frozenset(), tree)
+        found = server.complete(ids, length)
+        assert found.tokens == answer.tokens and len(answer.tokens) == length
+        assert found.counts == EngineCounts.from_rounds([EngineRound(*r[:2]) for r in answer.rounds if r.drafted], K)
+        drafted, rounds = drafted + found.counts.drafted, rounds + found.counts.rounds
+    assert rounds < drafted < 0.9 * K * rounds  # some rounds were cut
 
 
 def test_what_the_server_says_of_itself_is_read_as_it_counts(

@@ -22,7 +22,7 @@ from draftforge.errors import InputError
 from draftforge.specdec.accept_rules import RULES
 from draftforge.specdec.formats import convert_draft
 from draftforge.specdec.formats.layouts import FAMILIES, Format
-from draftforge.specdec.proposers.tree_settings import DynamicTree, StaticTree
+from draftforge.specdec.proposers.tree_settings import ConfidentChain, DynamicTree, StaticTree
 from draftforge.specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
 from draftforge.specdec.serving_plan import ServingPlan, write_plan
 from draftforge.specdec.target_settings import TargetSettings
@@ -88,14 +88,14 @@ def test_every_family_of_every_format_has_a_command(layout: Format) -> None:
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("small", "draft_model"), ("eagle", "eagle"), ("eagle3", "eagle3"), ("medusa", "medusa"), ("dflash", "dflash")],
+    [("small", "draft_model"), *((name, name) for name in ("eagle", "eagle3", "medusa", "dflash", "dspark"))],
 )
 def test_vllm(family: str, method: str) -> None:
     found = command("vllm", family)
     assert vllm(found.text) == {"method": method, "model": DRAFT, "num_speculative_tokens": 3}
     assert shlex.split(found.text)[2:-2] == ["owner/model", "--revision", "main", "--max-model-len", "4096"]
     assert [note for note in found.notes if "0.32" in note] == list(found.notes) and bool(found.notes) == (
-        family == "medusa"
+        family in ("medusa", "dspark")
     )
 
 
@@ -165,6 +165,20 @@ def test_sglang(
     assert bool(found.notes) == chain and all("best chain" in note for note in found.notes)
 
 
+def test_sglang_takes_the_length_of_a_dspark_draft_from_its_folder() -> None:
+    found = command("sglang", "dspark")
+    asked = shlex.split(found.text)
+    assert asked[-4:] == ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", DRAFT]
+    assert "whatever K" in found.notes[0] and "SGLANG_RAGGED_VERIFY_MODE=compact" in found.notes[1]
+
+
+def test_llamacpp_ends_a_draft_where_the_plans_confidence_does() -> None:
+    tree = ConfidentChain(kind="confident", levels=5, confidence_threshold=0.3)
+    found = command("gguf", "dspark", tree_plan(tree), GGUF)
+    drafting = parsed(found.text).speculative.draft
+    assert (drafting.n_max, drafting.p_min) == (5, pytest.approx(0.3)) and not found.notes
+
+
 def test_rules_of_sglang() -> None:
     assert sglang(command("sglang", "eagle3", ServingPlan.chain(3, "token")).text).speculative_use_rejection_sampling
     assert sglang(command("sglang", "eagle", ServingPlan.chain(3, "block")).text).speculative_use_block_verification
@@ -173,7 +187,9 @@ def test_rules_of_sglang() -> None:
         assert "sampling" not in found.text and f"has no rule {rule}" in found.notes[0]
 
 
-@pytest.mark.parametrize(("family", "kind"), [("small", "SIMPLE"), ("eagle3", "EAGLE3"), ("dflash", "DFLASH")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("small", "SIMPLE"), ("eagle3", "EAGLE3"), ("dflash", "DFLASH"), ("dspark", "DSPARK")]
+)
 def test_llamacpps_own_parser_takes_its_command(family: str, kind: str) -> None:
     found = command("gguf", family, target=GGUF)
     params = parsed(found.text)

@@ -76,6 +76,14 @@ def dflash(
     return _lively(DFlashDraft(DFlashConfig(**fields), ids, own_embeddings, own_head))
 
 
+DSPARK: dict[str, Any] = {"sample_from_anchor": True, "markov_rank": 7, "confidence_head": True}
+
+
+def dspark(draft_vocab: int = 61, **fields: Any) -> DFlashDraft:
+    """As `dflash`, in blocks of an anchor and four masks that draft five tokens."""
+    return dflash(draft_vocab, **{**DSPARK, "block_size": 5, **fields})
+
+
 def medusa(fc_bias: bool = False, num_layers: int = 1, seed: int = 0) -> MedusaDraft:
     torch.manual_seed(seed)
     config = MedusaConfig(hidden_size=24, vocab_size=61, num_heads=3, num_layers=num_layers, fc_bias=fc_bias)

@@ -39,7 +39,12 @@ class LlamaServer:
     """One target, with or without a draft. It binds a loopback port and lives until it is collected."""
 
     def __init__(
-        self, target: Path, draft: Path | None = None, kind: str = "DRAFT_SIMPLE", draft_tokens: int = 4
+        self,
+        target: Path,
+        draft: Path | None = None,
+        kind: str = "DRAFT_SIMPLE",
+        draft_tokens: int = 4,
+        p_min: float = 0.0,
     ) -> None:
         params = xllamacpp.CommonParams()
         params.model.path = str(target)
@@ -54,6 +59,7 @@ class LlamaServer:
             speculative.types = [getattr(xllamacpp.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}")]
             speculative.draft.mparams.path = str(draft)
             speculative.draft.n_max = draft_tokens
+            speculative.draft.p_min = p_min
             speculative.draft.backend_sampling = False
             speculative.draft.cache_type_k = speculative.draft.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
             speculative.draft.cpuparams.n_threads = speculative.draft.cpuparams_batch.n_threads = 1

@@ -4,7 +4,16 @@ import copy
 import functools
 from collections.abc import Callable
 
-from stand_ins import near_copy, parallel_eagle3, target, taught_dflash, taught_eagle, taught_eagle3, taught_medusa
+from heads import DSPARK
+from stand_ins import (
+    near_copy,
+    parallel_eagle3,
+    target,
+    taught_dflash,
+    taught_eagle,
+    taught_eagle3,
+    taught_medusa,
+)
 
 from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
@@ -18,15 +27,17 @@ from draftforge.specdec.proposers.merged import MergedProposer
 from draftforge.specdec.proposers.prompt_lookup import LookupHelper, PromptLookup
 from draftforge.specdec.proposers.static_tree import StaticProposer
 from draftforge.specdec.proposers.suffix import SuffixProposer
+from draftforge.specdec.proposers.tree_settings import ConfidentChain
 from draftforge.specdec.proposers.tree_shape import Drawn, TreeShape
 
 CHAINS = (
     "small", "skipped", "eagle", "eagle3", "eagle3-reduced", "eagle3-deep", "medusa", "dflash",
-    "dflash-reduced", "peagle", "lookup", "jacobi", "cascade", "cascade-small",
+    "dflash-reduced", "dspark-reduced", "dspark-confident", "peagle", "lookup", "jacobi", "cascade", "cascade-small",
 )  # fmt: skip
 TREES = (
     "small-tree", "small-dynamic", "small-merged", "skipped-tree", "eagle-dynamic", "eagle3-tree", "eagle3-dynamic",
-    "eagle3-deep-dynamic", "medusa-tree", "dflash-tree", "dflash-dynamic", "peagle-dynamic", "suffix", "lookahead",
+    "eagle3-deep-dynamic", "medusa-tree", "dflash-tree", "dflash-dynamic", "dspark-dynamic", "peagle-dynamic",
+    "suffix", "lookahead",
 )  # fmt: skip
 TRAINING_FREE: dict[str, Callable[[], Proposer]] = {
     "lookup": PromptLookup,
@@ -55,7 +66,8 @@ SHAPE = TreeShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], 
 def takes(rule: str, name: str) -> bool:
     """Whether the rule may judge above temperature 0 what that proposer drafts; `greedy`: at temperature 0."""
     kind = name.rpartition("-")[2]
-    drawn: dict[str, Drawn] = {"tree": "deterministic", "dynamic": "deterministic", "distinct": "without_replacement"}
+    chosen: dict[str, Drawn] = dict.fromkeys(("tree", "dynamic", "confident"), "deterministic")
+    drawn: dict[str, Drawn] = {**chosen, "distinct": "without_replacement"}
     draws = "deterministic" if name in TRAINING_FREE else drawn.get(kind, "iid")
     match rule:
         case "greedy" | "match" | "onehot" | "typical":  # onehot has the likeliest tokens drafted instead
@@ -77,6 +89,8 @@ def taught(family: str, draft_vocab: int | None = None, deep: bool = False) -> D
         return taught_eagle3(target(), deep=True)
     if family == "peagle":
         return parallel_eagle3(target())
+    if family == "dspark":
+        return taught_dflash(target(), draft_vocab, **DSPARK, block_size=3)
     if family in ("dflash", "eagle3"):
         return (taught_dflash if family == "dflash" else taught_eagle3)(target(), draft_vocab)
     return taught_eagle(target()) if family == "eagle" else taught_medusa(target())
@@ -99,6 +113,7 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
         "medusa": lambda: taught("medusa"),
         "peagle": lambda: taught("peagle"),
         "dflash": lambda: taught("dflash", 40 if kind == "reduced" else None),
+        "dspark": lambda: taught("dspark", 40 if kind == "reduced" else None),
     }
     if kind == "elsewhere":  # a CPU, seen from a GPU; on a CPU another precision stands in for another device
         away = copy.deepcopy(drafts[family]()).cpu()
@@ -108,6 +123,8 @@ def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Propos
         draft = (draft if family == "skipped" else copy.deepcopy(draft)).to(model.device)
     if kind in ("", "reduced"):
         return make_proposer(draft, model)
+    if kind == "confident":
+        return make_proposer(draft, model, ConfidentChain(kind="confident", confidence_threshold=0.4))
     drafter = make_drafter(draft, model)
     if kind == "dynamic":
         return DynamicProposer(drafter, top_k=3, nodes=9)

@@ -161,8 +161,9 @@ def places(vocab_size: int, draft_ids: Tensor | None) -> Tensor:
     return torch.full((vocab_size,), -100).index_copy(0, ids, torch.arange(len(ids)))
 
 
-def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int = 60) -> DFlashDraft:
-    """Blocks of an anchor and three masks, after a few steps on the target's own answers: right at times."""
+def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int = 60, **fields: Any) -> DFlashDraft:
+    """Blocks that draft three tokens, after a few steps on the target's own answers: right at times. With the `fields`
+    of a DSpark draft its Markov head learns too, and its confidence head what the draft gives the right token."""
     torch.manual_seed(2)
     config = DFlashConfig(
         hidden_size=48,
@@ -172,8 +173,8 @@ def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int
         num_hidden_layers=2,
         draft_vocab_size=draft_vocab or model.vocab_size,
         aux_layers=(1, model.num_layers),
-        block_size=4,
         mask_token_id=60,
+        **{"block_size": 4, **fields},
     )
     ids = torch.randperm(model.vocab_size)[: config.draft_vocab_size].sort().values
     draft = DFlashDraft(config, ids)
@@ -185,12 +186,20 @@ def taught_dflash(model: CausalModel, draft_vocab: int | None = None, steps: int
     def loss() -> Tensor:
         """Blocks at every sixth place, which is another one in each step."""
         anchor_M = torch.arange(next(begins), ids_BT.shape[1] - 3, 6)
-        block_BMW = F.pad(ids_BT[:, anchor_M, None], (0, 3), value=60)
+        block_BMW = F.pad(ids_BT[:, anchor_M, None], (0, config.block_size - 1), value=60)
         ahead_BMK = ids_BT[:, anchor_M[:, None] + torch.arange(1, 4)]
         anchors = QueryMask(Documents.rows(ids_BT), anchor_M.expand(len(ids_BT), -1))
-        states = draft(model.embed(block_BMW).detach(), answers.aux_BTA, anchors)[:, :, 1:]
+        states = draft.drafting(draft(model.embed(block_BMW).detach(), answers.aux_BTA, anchors))
         logits = model.logits(states) if draft.lm_head is None else draft.lm_head(states)
-        return F.cross_entropy(logits.flatten(0, 2), place_V[ahead_BMK.flatten()])
+        if draft.markov_head is None or draft.confidence_head is None:
+            return F.cross_entropy(logits.flatten(0, 2), place_V[ahead_BMK.flatten()])
+
+        before = draft.markov_head.embed(ids_BT[:, anchor_M[:, None] + torch.arange(3)])
+        said = -F.cross_entropy(
+            (logits + draft.markov_head.bias(before)).flatten(0, 2), place_V[ahead_BMK.flatten()], reduction="none"
+        )
+        sure = draft.confidence_head(torch.cat([states, before], -1)).flatten()
+        return F.binary_cross_entropy_with_logits(sure, said.exp().detach()) - said.mean()
 
     return _taught(draft, loss, steps)
 

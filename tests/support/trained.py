@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from byte_level import byte_level_tokenizer
+from heads import DSPARK
 from stand_ins import first_positions
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -193,6 +194,8 @@ def _reduced(draft: Any, target: CausalModel, text: Tensor) -> Any:
     head = target.model.get_output_embeddings() if draft.lm_head is None else draft.lm_head
     known = {name: value for name, value in draft.state_dict().items() if name not in ("d2t", "t2d")}
     config = draft.config.model_copy(update={"draft_vocab_size": REDUCED})
+    if "markov_head.markov_w2.weight" in known:
+        known["markov_head.markov_w2.weight"] = known["markov_head.markov_w2.weight"][draft_ids]
     reduced = type(draft)(config, draft_ids)
     reduced.load_state_dict({**known, "lm_head.weight": head.weight[draft_ids]}, strict=False)
     return reduced.eval()
@@ -249,29 +252,37 @@ def make_medusa(target: CausalModel) -> tuple[MedusaDraft, Loss]:
     return draft, loss
 
 
-def make_dflash(target: CausalModel) -> tuple[DFlashDraft, Loss]:
-    """Two layers, in blocks at every third place."""
+def make_dflash(target: CausalModel, **fields: Any) -> tuple[DFlashDraft, Loss]:
+    """Two layers, in blocks at every third place; `fields`: those of a DSpark draft."""
     config = DFlashConfig(
         **LAYER,
         num_hidden_layers=2,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
         aux_layers=AUX_LAYERS,
-        block_size=BLOCK,
         mask_token_id=MASK_TOKEN,
+        **{"block_size": BLOCK, **fields},
     )
     draft = DFlashDraft(config)
 
     def loss(batch: Batch) -> Tensor:
         ids_BT = batch.ids_BT
         anchor_M = torch.arange(1 + int(torch.randint(3, ())), ids_BT.shape[1] - BLOCK, 3)
-        block_BMW = torch.full((len(ids_BT), len(anchor_M), BLOCK), MASK_TOKEN)
+        block_BMW = torch.full((len(ids_BT), len(anchor_M), config.block_size), MASK_TOKEN)
         block_BMW[..., 0] = ids_BT[:, anchor_M]
         anchors = QueryMask(Documents.rows(ids_BT), anchor_M.expand(len(ids_BT), -1))
         assert batch.states.aux_BTA is not None
-        states_BMKH = draft(target.embed(block_BMW).detach(), batch.states.aux_BTA, anchors)[:, :, 1:]
-        place_MK = anchor_M[:, None] + torch.arange(BLOCK - 1)
-        return _cross_entropy(target.logits(states_BMKH), batch.teacher_BTV[:, place_MK])
+        states_BMKH = draft.drafting(draft(target.embed(block_BMW).detach(), batch.states.aux_BTA, anchors))
+        place_MK, logits = anchor_M[:, None] + torch.arange(BLOCK - 1), target.logits(states_BMKH)
+        teacher = batch.teacher_BTV[:, place_MK]
+        if draft.markov_head is None or draft.confidence_head is None:
+            return _cross_entropy(logits, teacher)
+
+        before = draft.markov_head.embed(ids_BT[:, place_MK])
+        logits = logits + draft.markov_head.bias(before)
+        accepted = torch.minimum(logits.detach().softmax(-1), teacher).sum(-1)
+        sure = draft.confidence_head(torch.cat([states_BMKH, before], -1))
+        return _cross_entropy(logits, teacher) + F.binary_cross_entropy_with_logits(sure, accepted)
 
     return draft, loss
 
@@ -282,9 +293,10 @@ FAMILIES: dict[str, Callable[[CausalModel], tuple[DraftModule, Loss]]] = {
     "eagle": make_eagle,
     "eagle3": make_eagle3,
     "dflash": make_dflash,
+    "dspark": lambda target: make_dflash(target, **DSPARK, block_size=BLOCK - 1),
 }
 """What is trained beside the target. A new family is one function target -> (draft, loss) and one line here."""
-REDUCED_DRAFTS = ("eagle3-reduced", "dflash-reduced")
+REDUCED_DRAFTS = ("eagle3-reduced", "dflash-reduced", "dspark-reduced")
 """Those that know the most frequent tokens only."""
 DRAFTS = (*FAMILIES, *REDUCED_DRAFTS)
 

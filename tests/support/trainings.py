@@ -36,12 +36,14 @@ MEDUSA = MedusaSettings(draft_tokens=3, **COMMON)
 MEDUSA_2 = MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON)
 MUON = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON)
 DFLASH = DFlashSettings(layers=2, draft_tokens=3, **COMMON)
+DSPARK = DFlashSettings(layers=2, draft_tokens=3, markov_rank=8, confidence_weight=0.5, **COMMON)
 FAMILIES = [
     pytest.param(SMALL, id="small"),
     pytest.param(LORA, id="lora"),
     pytest.param(ON_POLICY, id="on-policy"),
     pytest.param(EAGLE3, id="eagle3"),
     pytest.param(DFLASH, id="dflash"),
+    pytest.param(DSPARK, id="dspark"),
     pytest.param(MUON, id="muon"),
     pytest.param(EAGLE, id="eagle"),
     pytest.param(MEDUSA, id="medusa"),

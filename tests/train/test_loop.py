@@ -15,6 +15,7 @@ from trainings import (
     COMMON,
     CPU,
     DFLASH,
+    DSPARK,
     EAGLE,
     EAGLE3,
     FAMILIES,
@@ -73,7 +74,7 @@ def test_training_lowers_the_loss_and_a_killed_run_goes_on_with_the_same_losses(
     assert [(folder / "trainer").is_dir() for folder in folders] == [False, True]
     for folder, step in zip(folders, (3, 6)):
         loaded = load_draft(folder, CPU, torch.float32)
-        assert (loaded.meta.step, loaded.meta.family) == (step, settings.family)
+        assert (loaded.meta.step, loaded.meta.family) == (step, settings.draft_family)
         made_of = loaded.meta.extra.get(ORIGINAL_TARGET, loaded.meta.target_fingerprint)
         assert made_of == tiny_capture.target_fingerprint
     losses = list(whole.losses.values())
@@ -130,7 +131,7 @@ def test_a_run_killed_while_saving_loses_only_that_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [SMALL, EAGLE3, DFLASH, EAGLE, MEDUSA, MEDUSA_2])
+@pytest.mark.parametrize("settings", [SMALL, EAGLE3, DFLASH, DSPARK, EAGLE, MEDUSA, MEDUSA_2])
 def test_loss_and_gradient_are_means_over_supervised_tokens(
     settings: Any, tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, recorder: Any
 ) -> None:

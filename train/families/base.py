@@ -17,7 +17,7 @@ from ...data.store import Capture
 from ...errors import InputError, TokenizerMismatchError
 from ...specdec.drafts.base import DraftModule
 from ...specdec.targets import Target
-from ..losses.linear_head import LOSS, Head, LossSettings, Rows, each_head, head_loss
+from ..losses.linear_head import LOSS, Head, LossSettings, Rows, each_head, loss_and_acceptance
 from ..losses.schedule import Objective
 from ..settings import Settings
 from .target_features import Features
@@ -165,15 +165,15 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
             rows = self.rows(inputs)
 
         # The loss of the drafting steps.
-        loss, sums = head_loss(rows, self.head(), self.loss_settings)
+        loss, sums, alpha_SN = loss_and_acceptance(rows, self.head(), self.loss_settings)
         if self.extra_loss is None:
             return loss, sums
 
         # The extra loss joins it; its sum becomes one more row, which `reduce` takes off again.
         assert rows.extra_loss is not None
-        last_14 = torch.zeros_like(sums[:1])
-        last_14[0, LOSS] = rows.extra_loss.detach()
-        return self.extra_loss.total(loss, rows.extra_loss), torch.cat([sums, last_14])
+        extra, last_14 = rows.extra_loss(alpha_SN), torch.zeros_like(sums[:1])
+        last_14[0, LOSS] = extra.detach()
+        return self.extra_loss.total(loss, extra), torch.cat([sums, last_14])
 
     def export(self) -> DraftModule:
         """The draft as it is saved and served. Adapters are merged into a copy."""
@@ -194,15 +194,16 @@ class Family(nn.Module, ABC, Generic[SettingsT, DraftT]):
         """Trainable parameters in three groups: matrices inside the network; embeddings, heads and tensors of more than
         two dimensions; norms and biases."""
         # Tables are known by identity: heads may be tied to each other or to embeddings.
-        tables = {id(head.weight_VH) for head in each_head(self.head())}
+        tables = {id(matrix) for head in each_head(self.head()) for matrix in (head.weight_VH, head.markov_VE)}
         tables |= {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
 
-        # Muon is for matrices alone (see optimizers.py).
-        inside = [p for p in trainable if p.ndim == 2 and id(p) not in tables]
+        # Muon is for matrices alone (see optimizers.py), of which one row is none.
+        inside = [p for p in trainable if p.ndim == 2 and len(p) > 1 and id(p) not in tables]
+        known = {id(p) for p in inside}
         return (
             inside,
-            [p for p in trainable if p.ndim > 2 or id(p) in tables],  # experts of a mixture lie in one tensor
+            [p for p in trainable if p.ndim > 1 and id(p) not in known],  # experts of a mixture lie in one tensor
             [p for p in trainable if p.ndim < 2],
         )
 

@@ -1,14 +1,15 @@
 """`dflash`: a few decoder layers that fill in a block of masks from the target's features, in one pass (DFlash; Chen,
-Liang, Liu 2026, arXiv 2602.06036).
+Liang, Liu 2026, arXiv 2602.06036); with a Markov head DSpark (see `drafts/dspark.py`).
 
-Shapes: B rows, T tokens, M blocks a row, K drafted tokens of a block, S steps ahead, N supervised positions, H hidden
-size, V vocabulary.
+Shapes: B rows, T tokens, M blocks a row, W tokens of a block, K drafted ones, S steps ahead, N supervised positions,
+H hidden size, E rank of the Markov head, V vocabulary.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ... import fingerprint
@@ -17,10 +18,11 @@ from ...data.store import Capture
 from ...errors import InputError
 from ...specdec.drafts.dflash import DFlashConfig, DFlashDraft
 from ...specdec.kernels.document_mask import QueryMask
+from ...specdec.models import head_arithmetic
 from ...specdec.targets import Target
-from ..losses.linear_head import Head, LossSettings, Rows
+from ..losses.linear_head import Head, LossSettings, Rows, on_device
 from ..settings import DFlashSettings
-from .base import Inputs, LoadTarget, Start
+from .base import ExtraLoss, Inputs, LoadTarget, Start
 from .feature_family import (
     FeatureFamily,
     check_vocabulary,
@@ -32,7 +34,7 @@ from .initial_weights import layer_fields
 
 
 class Blocks:
-    """Blocks of a batch: where they begin, and which supervised token each of their masks drafts."""
+    """Blocks of a batch: where they begin, and which supervised token each of their states drafts."""
 
     def __init__(self, batch: Batch, offsets: list[int], draft_tokens: int) -> None:
         """`offsets`: of each sample, how many tokens before its first supervised position its first block begins."""
@@ -71,15 +73,15 @@ class Blocks:
         self.anchors = QueryMask(batch.documents, moved(at_BM, device))
         """Positions [B, M] of the anchors; a row that has fewer repeats its first token, which then means nothing."""
         self.at_N = moved(block_N, device) * draft_tokens + self.step_N
-        """The mask that drafts each supervised token, in the flattened [B, M, K]."""
+        """The state that drafts each supervised token, in the flattened [B, M, K]."""
 
         self.chains_KC = moved(torch.cat(chains, 1), device)
         """The supervised tokens of each block in order, as numbers of positions; -1: it has no more."""
 
-    def ids(self, ids_BT: Tensor, mask_id: int, draft_tokens: int) -> Tensor:
-        """Token ids [B, M, 1 + K]: anchors and masks."""
+    def ids(self, ids_BT: Tensor, mask_id: int, masks: int) -> Tensor:
+        """Token ids [B, M, W]: anchors and masks."""
         anchor_BM1 = ids_BT.gather(1, self.anchors.at_BM)[..., None]
-        return torch.cat([anchor_BM1, torch.full_like(anchor_BM1, mask_id).expand(-1, -1, draft_tokens)], -1)
+        return torch.cat([anchor_BM1, torch.full_like(anchor_BM1, mask_id).expand(-1, -1, masks)], -1)
 
 
 def block_offset(sample: int, epoch: int, draft_tokens: int) -> int:
@@ -112,6 +114,8 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         ids = draft.draft_ids if draft.config.reduced else None
         super().__init__(draft, settings, loss, target, draft.config.aux_layers, ids)
         self._draft_tokens = settings.draft_tokens
+        if settings.confidence_weight:
+            self.extra_loss = ExtraLoss("confidence_loss", settings.confidence_weight)
 
     @classmethod
     def start(cls, settings: DFlashSettings, seed: int, capture: Capture, load_target: LoadTarget) -> Start:
@@ -134,8 +138,10 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         """Compare blocks, layers, mask token, vocabulary, width, own head and own embeddings."""
         # The shape of the blocks and the layers.
         config = draft.config
-        if settings.draft_tokens != config.block_size - 1:
-            return f"draft_tokens = {settings.draft_tokens}: {source} has blocks that draft {config.block_size - 1}"
+        if settings.draft_tokens != config.draft_tokens:
+            return f"draft_tokens = {settings.draft_tokens}: {source} has blocks that draft {config.draft_tokens}"
+        if settings.markov_rank != config.markov_rank:
+            return f"markov_rank = {settings.markov_rank}: {source} has {config.markov_rank}"
         if settings.layers not in (None, config.num_hidden_layers):
             return f"layers = {settings.layers}: {source} has {config.num_hidden_layers}"
         if settings.mask_token not in (None, config.mask_token_id):
@@ -144,21 +150,32 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         # What the draft must have to be trained.
         if settings.train_head and draft.lm_head is None:
             return f"train_head = true: {source} has no head of its own"
+        if settings.confidence_weight and draft.confidence_head is None:
+            return f"confidence_weight = {settings.confidence_weight:g}: {source} has no confidence head"
         return head_incompatibility(settings, draft, source)
 
     @classmethod
     def check(cls, settings: DFlashSettings, load_target: LoadTarget) -> DFlashDraft:
-        """Check that the target has the layers that are read, the tokens that are drafted, and one for the mask."""
+        """Check that the target has the layers that are read, the tokens that are drafted, and one for the mask; and
+        plain logits for a Markov head, which engines add its bias to."""
         target = load_target()
         check_vocabulary(settings, target)
+        scale, softcap = head_arithmetic(target.config)
+        if settings.markov_rank and (scale != 1.0 or softcap is not None):
+            raise InputError(
+                f"draft.markov_rank = {settings.markov_rank}: the target scales or caps its logits, and a Markov head "
+                "needs plain ones"
+            )
         config = dflash_config(settings, target, largest_vocabulary(settings, target.vocab_size))
         with torch.device("meta"):
             return DFlashDraft(config, None, settings.train_embeddings, settings.train_head)
 
     @classmethod
     def freeze(cls, draft: DFlashDraft, settings: DFlashSettings) -> None:
-        """Train all but, where the recipe says so, a head of the draft's own."""
+        """Train all but, where the recipe says so, a head of the draft's own, and a confidence head without loss."""
         super().freeze(draft, settings)
+        if draft.confidence_head is not None:
+            draft.confidence_head.requires_grad_(settings.confidence_weight > 0)
         if draft.lm_head is not None:
             draft.lm_head.requires_grad_(settings.train_head)
 
@@ -170,24 +187,44 @@ class DFlashFamily(FeatureFamily[DFlashSettings, DFlashDraft]):
         return BlockInputs(batch, features=self._features(batch, samples), blocks=blocks)
 
     def rows(self, inputs: Inputs) -> Rows:
-        """Rows: the state of the mask that drafts each supervised token."""
+        """Rows: the state that drafts each supervised token, and behind it what a Markov head reads."""
         assert isinstance(inputs, BlockInputs) and inputs.blocks is not None and inputs.features is not None
         # Anchors and masks through the draft, which attends to the target's features before each block.
         blocks, config = inputs.blocks, self.draft.config
-        ids_BMW = blocks.ids(inputs.batch.ids_BT, config.mask_token_id, self._draft_tokens)
+        ids_BMW = blocks.ids(inputs.batch.ids_BT, config.mask_token_id, config.block_size - 1)
         embed = self.draft.embed_tokens if self.draft.embed_tokens is not None else self._target.embed
         states_BMWH = self.draft(embed(ids_BMW), inputs.features.aux_BTA, blocks.anchors)
 
-        # Column 0 of a block is its anchor, which drafts nothing.
-        states_NH = states_BMWH[:, :, 1:].flatten(0, 2)[blocks.at_N]
-        teacher = self.teacher(inputs.features)
+        # A Markov head reads the token before each supervised one, as the text has it.
+        states_NX, markov = self.draft.drafting(states_BMWH).flatten(0, 2)[blocks.at_N], self.draft.markov_head
+        if markov is not None:
+            before_N = inputs.batch.ids_BT.flatten()[inputs.batch.positions_N]
+            states_NX = torch.cat([states_NX, markov.embed(before_N)], -1)
+
         # A block has one chain for draft_tokens positions; other families begin one at each.
-        weight = float(self._draft_tokens)
-        return Rows(states_NH[None], None, teacher, self.step_weights, blocks.step_N[None], blocks.chains_KC, weight)
+        teacher, weight = self.teacher(inputs.features), float(self._draft_tokens)
+        return Rows(
+            states_NX[None],
+            None,
+            teacher,
+            self.step_weights,
+            blocks.step_N[None],
+            blocks.chains_KC,
+            weight,
+            extra_loss=lambda alpha_1N: self._confidence_loss(states_NX, blocks.step_N, alpha_1N[0]),
+        )
+
+    def _confidence_loss(self, states_NX: Tensor, step_N: Tensor, alpha_N: Tensor) -> Tensor:
+        """Binary cross-entropy of the confidence with the acceptance, summed over positions and weighted steps."""
+        assert self.draft.confidence_head is not None
+        each_N = F.binary_cross_entropy_with_logits(self.draft.confidence_head(states_NX), alpha_N, reduction="none")
+        return (each_N * on_device(self.step_weights, each_N.device)[step_N]).sum()
 
     def head(self) -> Head:
-        """The draft's own head, or the target's."""
-        return self._target_head if self.draft.lm_head is None else Head(self.draft.lm_head.weight)
+        """The draft's own head, or the target's; with the Markov head's matrix."""
+        head = self._target_head if self.draft.lm_head is None else Head(self.draft.lm_head.weight)
+        markov = self.draft.markov_head
+        return head if markov is None else head._replace(markov_VE=markov.markov_w2.weight)
 
 
 def dflash_config(settings: DFlashSettings, target: Target, draft_vocabulary: int) -> DFlashConfig:
@@ -198,7 +235,10 @@ def dflash_config(settings: DFlashSettings, target: Target, draft_vocabulary: in
         target_hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocabulary,
         aux_layers=read_layers(settings, target.num_layers),
-        block_size=settings.draft_tokens + 1,
+        block_size=settings.draft_tokens + (not settings.markov_rank),
+        sample_from_anchor=settings.markov_rank > 0,
+        markov_rank=settings.markov_rank,
+        confidence_head=settings.confidence_weight > 0,
         mask_token_id=mask_token(settings, target),
     )
 

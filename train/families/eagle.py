@@ -108,11 +108,14 @@ class EagleFamily(FeatureFamily[EagleSettings, EagleDraft]):
         states_SNH = torch.stack([state.flatten(0, 1)[at] for state, at in zip(states, at_SN, strict=True)])
 
         # The teacher judges the tokens; the regression, where it has weight, the states themselves.
-        extra_loss = (
-            None if self.extra_loss is None else self._regression(states_SNH, inputs.features.hidden_NH, valid_SN)
+        hidden_NH, teacher = inputs.features.hidden_NH, self.teacher(inputs.features)
+        return Rows(
+            states_SNH,
+            valid_SN,
+            teacher,
+            self.step_weights,
+            extra_loss=lambda _: self._regression(states_SNH, hidden_NH, valid_SN),
         )
-        teacher = self.teacher(inputs.features)
-        return Rows(states_SNH, valid_SN, teacher, self.step_weights, extra_loss=extra_loss)
 
     def _regression(self, states_SNH: Tensor, hidden_NH: Tensor, valid_SN: Tensor) -> Tensor:
         """Feature regression: smooth L1 between each state and the target's, mean over H, summed over positions and

@@ -35,7 +35,7 @@ def store_initial_draft(settings: Settings, seed: int, capture: Capture, folder:
 
     # 3) its lineage
     meta = DraftMeta(
-        family=settings.family,
+        family=settings.draft_family,  # type: ignore[arg-type]
         target_fingerprint=capture.target_fingerprint,
         tokenizer_digest=capture.tokenizer_digest,
         step=0,
@@ -62,8 +62,8 @@ def load_start(settings: Settings, source: Path, fits: Target | Capture) -> Load
     # Family and tokenizer are told by the record, before any weights are loaded.
     meta = read_meta(source)
     where = f"draft.init_from: {source}"
-    if meta.family != settings.family:
-        raise InputError(f"{where}: is of family {meta.family}, but draft.family is {settings.family}")
+    if meta.family != settings.draft_family:
+        raise InputError(f"{where}: is of family {meta.family}, but this recipe trains {settings.draft_family}")
     check_same_tokenizer("draft.init_from", str(source), meta.tokenizer_digest, fits)
 
     # Vocabulary and shape are told by the draft.

@@ -171,14 +171,14 @@ class MedusaFamily(FeatureFamily[MedusaSettings, MedusaDraft]):
             return self._rows(inputs, inputs.features.aux_BTA)
         if self.step < self._start_step:
             nothing = torch.stack([p.sum() for p in self.adapters.parameters()]).sum() * 0.0  # moments from step 1 on
-            return replace(self._rows(inputs, inputs.features.aux_BTA), extra_loss=nothing)
+            return replace(self._rows(inputs, inputs.features.aux_BTA), extra_loss=lambda _: nothing)
 
         # Afterwards those of the target under training, whose own loss is its divergence from the frozen one.
         hidden_BTH = self._backbone.states(inputs.batch)
         rows = self._rows(inputs, hidden_BTH)
         own_1NH = hidden_BTH.flatten(0, 1)[inputs.batch.positions_N][None]
         divergence, _ = head_loss(Rows(own_1NH, None, rows.teacher), self._teacher_head, self._divergence)
-        return replace(rows, extra_loss=divergence)
+        return replace(rows, extra_loss=lambda _: divergence)
 
     def _rows(self, inputs: Inputs, hidden_BTH: Tensor) -> Rows:
         assert inputs.features is not None

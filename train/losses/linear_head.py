@@ -48,10 +48,23 @@ class Head(NamedTuple):
     bias_V: Tensor | None = None
     finish: Callable[[Tensor], Tensor] | None = None
     """Scale and soft-cap that the model applies to its logits after the matrix product; None: neither."""
+    markov_VE: Tensor | None = None
+    """Weight on E more features that stand behind the H of each state: those of a Markov head; None: none stand there.
+    It is trained where `weight_VH` may be frozen."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Weights and bias, each of which may have a gradient."""
+        return self.weight_VH, self.bias_V, self.markov_VE
+
+    def whole(self, dtype: torch.dtype) -> Tensor:
+        """Weight [V, H + E] on all features of a state."""
+        weight_VH = self.weight_VH.to(dtype)
+        return weight_VH if self.markov_VE is None else torch.cat([weight_VH, self.markov_VE.to(dtype)], 1)
 
     def logits(self, states: Tensor) -> Tensor:
         """Logits by plain differentiable torch: [..., H] -> [..., V]."""
-        logits = torch.nn.functional.linear(states, self.weight_VH, self.bias_V)
+        logits = torch.nn.functional.linear(states, self.whole(self.weight_VH.dtype), self.bias_V)
         return logits if self.finish is None else self.finish(logits)
 
     def only(self, ids: Tensor) -> "Head":
@@ -76,8 +89,9 @@ class Rows:
     """Rows, s * N + n, that follow each other from one start (see expected_length.py); None: those of the steps."""
     chain_weight: float = 1.0
     """Weight of each chain, where there are fewer chains than positions."""
-    extra_loss: Tensor | None = None
-    """A loss of another kind, summed over the supervised positions; the family's `ExtraLoss` weighs it."""
+    extra_loss: Callable[[Tensor], Tensor] | None = None
+    """A loss of another kind, summed over the supervised positions, from the acceptance [S, N] of the rows; the
+    family's `ExtraLoss` weighs it."""
 
     def steps(self) -> Tensor:
         """Steps ahead of each row, [S, N]."""
@@ -136,8 +150,16 @@ def head_loss(rows: Rows, head: Head | Sequence[Head], settings: LossSettings) -
 
     `head`: one that all rows share, or one for each s. The loss can be differentiated once.
     """
+    loss, sums_K4, _ = loss_and_acceptance(rows, head, settings)
+    return loss, sums_K4
+
+
+def loss_and_acceptance(
+    rows: Rows, head: Head | Sequence[Head], settings: LossSettings
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `head_loss` gives, and the detached acceptance [S, N] of each row, the sum of min(p, q) at temperature 1."""
     heads = each_head(head)
-    tensors = [tensor for head in heads for tensor in (head.weight_VH, head.bias_V)]
+    tensors = [tensor for head in heads for tensor in head.tensors]
     # Heads go in as plain tensors too: autograd sees only those that are arguments.
     return _HeadLoss.apply(rows.states_SNH, rows, heads, settings, *tensors)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -154,7 +176,7 @@ class _HeadLoss(torch.autograd.Function):
         heads: tuple[Head, ...],
         settings: LossSettings,
         *tensors: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # Float32 buffers for the gradients that are wanted: inputs 1 to 3 (rows, heads, settings) have none.
         wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]]
         gradients = [
@@ -164,16 +186,16 @@ class _HeadLoss(torch.autograd.Function):
 
         # Value and gradients together. Autocast is off: the dtype of every product is chosen by hand.
         with torch.autocast(states_SNH.device.type, enabled=False):
-            loss, sums_K4 = _sum_chunks(rows, heads, settings, gradients)
+            loss, sums_K4, alpha_SN = _sum_chunks(rows, heads, settings, gradients)
 
         # The gradients for a loss of slope 1 wait for `backward`, which scales them.
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (states_SNH, *tensors)]
-        ctx.mark_non_differentiable(sums_K4)
-        return loss, sums_K4
+        ctx.mark_non_differentiable(sums_K4, alpha_SN)
+        return loss, sums_K4, alpha_SN
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         states, *tensors = [  # in place: a head's gradient is as large as the head
             None if gradient is None else gradient.mul_(grad_loss).to(dtype)
             for gradient, dtype in zip(ctx.saved_tensors, ctx.dtypes)
@@ -183,19 +205,20 @@ class _HeadLoss(torch.autograd.Function):
 
 def _sum_chunks(
     rows: Rows, heads: Sequence[Head], settings: LossSettings, gradients: Sequence[Tensor | None]
-) -> tuple[Tensor, Tensor]:
-    """Loss and sums [K, 4] over all chunks; adds to `gradients`: of the states, then of each head's weight and bias."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss and sums [K, 4] over all chunks, and the acceptance [S, N] of each row; adds to `gradients`: of the states,
+    then of each head's tensors."""
     # 1) the objective by temperature, the heads in the dtype of products (shared ones once), weights by step
     device = rows.states_SNH.device
     plan = LossPlan.from_objective(settings.objective, settings.lk_eta)
-    matrices = {id(head.weight_VH): head.weight_VH for head in heads}
-    cast = {key: matrix.detach().to(settings.dtype) for key, matrix in matrices.items()}
+    by_weight = {id(head.weight_VH): head for head in heads}
+    cast = {key: head.whole(settings.dtype).detach() for key, head in by_weight.items()}
     weights = [cast[id(head.weight_VH)] for head in heads]
     weights_K = on_device(rows.step_weights, device)
     step_SN, valid_SN = rows.steps(), rows.valid()
     weight_SN = weights_K[step_SN]
     steps_K1 = torch.arange(len(weights_K), device=device)[:, None]
-    sums_K4 = torch.zeros(len(weights_K), 4, device=device)
+    sums_K4, alpha_SN = torch.zeros(len(weights_K), 4, device=device), torch.zeros(step_SN.shape, device=device)
 
     # 2) expected_length reads the acceptance of all rows of a chain before any of them has a gradient
     chained = _chained(rows, heads, weights, settings, plan)
@@ -207,11 +230,12 @@ def _sum_chunks(
         figures_R4, grad_RV = chunk.loss_and_gradient(plan, LossWeights(weight_R, valid_R, slope_R))
         if chained is not None:
             figures_R4[:, LOSS] += chunk.of(chained.loss_SN) / weight_R  # step weights are none of its business
+        alpha_SN[chunk.steps, chunk.at] = figures_R4[:, ALPHA].view(-1, chunk.at.stop - chunk.at.start)
         counted_KR = (chunk.of(step_SN) == steps_K1) & valid_R
         sums_K4 += torch.where(counted_KR[:, :, None], figures_R4, 0.0).sum(1)
         chunk.add_gradients(grad_RV, gradients)
         del grad_RV  # before the next logits come
-    return (sums_K4[:, LOSS] * weights_K).sum(), sums_K4
+    return (sums_K4[:, LOSS] * weights_K).sum(), sums_K4, alpha_SN
 
 
 @lru_cache
@@ -291,8 +315,8 @@ def _chunks(
         # the draft's rows
         for step in range(0, count, together):
             steps, number = slice(step, step + together), min(step, len(heads) - 1)
-            states_RH = rows.states_SNH[steps, at].detach().flatten(0, 1).to(settings.dtype)
-            yield _Chunk(steps, at, number, states_RH, heads[number], weights[number], target)
+            states_RX = rows.states_SNH[steps, at].detach().flatten(0, 1).to(settings.dtype)
+            yield _Chunk(steps, at, number, states_RX, heads[number], weights[number], target)
 
 
 @dataclass(frozen=True)
@@ -303,10 +327,10 @@ class _Chunk:
     at: slice
     number: int
     """Index of the head."""
-    states_RH: Tensor
+    states_RX: Tensor
     head: Head
-    weight_VH: Tensor
-    """The head's weight in the dtype of matrix products."""
+    weight_VX: Tensor
+    """The head's whole weight in the dtype of matrix products."""
     target: FullDistribution | TorchTeacher | TeacherEntries
     """Teacher of these positions, in the form that Triton, the pass in torch, or autograd reads."""
 
@@ -316,7 +340,7 @@ class _Chunk:
 
     def logits(self) -> Tensor:
         """Logits [R, V] of the matrix product, before scale and soft-cap; float32 but for Triton."""
-        logits_RV = torch.nn.functional.linear(self.states_RH, self.weight_VH)
+        logits_RV = torch.nn.functional.linear(self.states_RX, self.weight_VX)
         if isinstance(self.target, FullDistribution):
             return logits_RV
         logits_RV = logits_RV.float()
@@ -396,14 +420,17 @@ class _Chunk:
 
     def add_gradients(self, grad_RV: Tensor, gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of the states and of this chunk's head, given the gradient on the logits."""
-        grad = grad_RV.to(self.states_RH.dtype)
-        states, weight, bias = gradients[0], gradients[1 + 2 * self.number], gradients[2 + 2 * self.number]
+        grad = grad_RV.to(self.states_RX.dtype)
+        states, (weight, bias, markov) = gradients[0], gradients[1 + 3 * self.number :][:3]
         # Each row of states belongs to one chunk: it is written, not added.
         if states is not None:
-            states[self.steps, self.at] = (grad @ self.weight_VH).view(states[self.steps, self.at].shape).float()
+            states[self.steps, self.at] = (grad @ self.weight_VX).view(states[self.steps, self.at].shape).float()
         # The head's own gradients add up over chunks, in float32.
+        H = self.head.weight_VH.shape[1]
         if weight is not None:
-            _add_product(weight, grad.T, self.states_RH)
+            _add_product(weight, grad.T, self.states_RX[:, :H])
+        if markov is not None:
+            _add_product(markov, grad.T, self.states_RX[:, H:])
         if bias is not None:
             bias += grad_RV.sum(0)
 

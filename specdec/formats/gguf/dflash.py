@@ -1,9 +1,10 @@
-"""DFlash drafts as GGUF in float32; `d2t` holds target ids, not offsets. q and k keep transformers' order of rows.
+"""DFlash and DSpark drafts as GGUF in float32; `d2t` holds target ids, not offsets. q and k keep transformers' order of
+rows. llama.cpp knows a DSpark draft by the tensors of its Markov head.
 
 llama.cpp refuses no missing key or tensor that it can do without, so the whole set is checked.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -30,8 +31,21 @@ from .llama import (
 _NAMES = {"fc.weight": "fc.weight", "enc.output_norm.weight": "hidden_norm.weight", "output_norm.weight": "norm.weight"}
 _OWN = {"token_embd.weight": "embed_tokens.weight", "output.weight": "lm_head.weight"}
 _LAYER = {**LAYER, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_DSPARK = {
+    "markov_w1.weight": "markov_head.markov_w1.weight",
+    "markov_w2.weight": "markov_head.markov_w2.weight",
+    "conf_proj.weight": "confidence_head.proj.weight",
+    "conf_proj.bias": "confidence_head.proj.bias",
+}
+_MARKOV = tuple(_DSPARK)[:2]
 _MASK = "tokenizer.ggml.mask_token_id"
-_FIXED = {"attention.causal": False, "sample_from_anchor": False, "attention.sliding_window": 0, "logit_scale": 0.0}
+_ANCHOR = "dflash.sample_from_anchor"
+_FIXED = {"attention.causal": False, "attention.sliding_window": 0, "logit_scale": 0.0}
+
+
+def is_dspark(names: Collection[str]) -> bool:
+    """Whether a file with these tensors holds a DSpark draft."""
+    return any(name in names for name in _MARKOV)
 
 
 def write_dflash(
@@ -61,7 +75,8 @@ def write_dflash(
         "dflash.block_size": config.block_size,
         "dflash.target_layers": list(config.aux_layers),
         "dflash.attention.causal": False,
-        "dflash.sample_from_anchor": False,
+        _ANCHOR: config.sample_from_anchor,
+        **({"dflash.has_confidence_head": config.confidence_head} if config.markov_rank else {}),
         **vocabulary_fields(tokenizer, config.vocab_size),
         _MASK: config.mask_token_id,
         **(hints or {}),
@@ -77,6 +92,12 @@ def read_dflash(path: Path) -> DFlashDraft:
         if content.fields.get(f"dflash.{key}", value) != value:
             raise FormatError(f"{path}: dflash.{key} {content.fields[f'dflash.{key}']}: must be {value}")
 
+    # Other drafts than DSpark's never sample from the anchor; those do where no key says otherwise.
+    markov = next((content.tensors[name] for name in _MARKOV if name in content.tensors), None)
+    anchored = content.get(path, _ANCHOR, bool, markov is not None)
+    if anchored and markov is None:
+        raise FormatError(f"{path}: {_ANCHOR} True: must be False without a Markov head")
+
     # The config, part of it from the tensors: d2t's length is the draft vocabulary.
     fields, tensors = read_dimensions(content, path), dict(content.tensors)
     layers, draft_ids = content.get(path, "dflash.block_count", int), tensors.get("d2t")
@@ -89,6 +110,9 @@ def read_dflash(path: Path) -> DFlashDraft:
         "aux_layers": content.get(path, "dflash.target_layers", list),
         "block_size": content.get(path, "dflash.block_size", int),
         "mask_token_id": content.get(path, _MASK, int),
+        "sample_from_anchor": anchored,
+        "markov_rank": 0 if markov is None else markov.shape[-1],
+        "confidence_head": markov is not None and any(name.startswith("conf_proj.") for name in content.tensors),
     }
 
     # The exact set of tensors, with embeddings and head where the file has them.
@@ -113,6 +137,8 @@ def _names(config: DFlashConfig, own: dict[str, object]) -> tuple[dict[str, str]
         names |= {f"blk.{layer}.{ours}.weight": f"layers.{layer}.{name}.weight" for ours, name in _LAYER.items()}
     if config.reduced:
         names["output.weight"] = "lm_head.weight"
+    heads = list(_DSPARK.items())[: 4 if config.confidence_head else 2 if config.markov_rank else 0]
+    names |= dict(heads)
 
     # Shapes as in the checkpoint's layout.
     specs = {**dflash.tensor_specs(config), **dflash.optional_specs(config)}

@@ -69,6 +69,11 @@ def read_architecture(path: Path) -> str:
     return "" if field is None else str(_content(path, field))
 
 
+def read_names(path: Path) -> set[str]:
+    """Names of the tensors of a GGUF file; no weight is read."""
+    return {tensor.name for tensor in _reader(path).tensors}
+
+
 def _content(path: Path, field: gguf.ReaderField) -> Any:
     try:
         return field.contents()

@@ -13,9 +13,9 @@ from ...drafts.base import DraftModule
 from ...drafts.dflash import DFlashDraft
 from ...drafts.eagle3 import Eagle3Draft
 from ...drafts.small import SmallDraft
-from .dflash import read_dflash, write_dflash
+from .dflash import is_dspark, read_dflash, write_dflash
 from .eagle3 import read_eagle3, write_eagle3
-from .file import Field, read_architecture
+from .file import Field, read_architecture, read_names
 from .llama import read_llama, write_llama
 
 DRAFT_FILE = "draft.gguf"
@@ -44,6 +44,14 @@ def read(place: Path) -> SmallDraft | Eagle3Draft | DFlashDraft:
     if architecture == "dflash":
         return read_dflash(path)
     raise FormatError(f"{path}: general.architecture {architecture!r}: a draft is 'llama', 'eagle3' or 'dflash'")
+
+
+def family_of(path: Path) -> str:
+    """Family of the draft in a GGUF file; no weight is read."""
+    architecture = read_architecture(path)
+    if architecture == "dflash" and is_dspark(read_names(path)):
+        return "dspark"
+    return "small" if architecture == "llama" else architecture
 
 
 def file_in(place: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,12 @@ def test_we_compute_its_dflash_layers_with_windows(target_folder: Path, tmp_path
 
 
 @pytest.mark.parametrize("draft_vocab", [61, 40])
+@pytest.mark.parametrize("make", [heads.dflash, heads.dspark])
 @torch.no_grad()
-def test_it_loads_our_dflash_folder_and_computes_the_same_blocks(
-    target_folder: Path, tmp_path: Path, draft_vocab: int
+def test_it_loads_our_folder_of_blocks_and_computes_the_same_ones(
+    target_folder: Path, tmp_path: Path, make: Callable[[int], DFlashDraft], draft_vocab: int
 ) -> None:
-    ours = heads.dflash(draft_vocab)
+    ours = make(draft_vocab)
     write_draft(ours, tmp_path, "speculators", 5, Verifier(str(target_folder), ["LlamaForCausalLM"]))
     check_blocks(ours, tmp_path)
 
@@ -167,26 +169,37 @@ def check_blocks(ours: DFlashDraft, folder: Path) -> None:
     assert config.speculators_config.proposal_methods[0].speculative_tokens == 5
     config.transformer_layer_config._attn_implementation = "eager"
     theirs: Any = speculators.SpeculatorModel.from_pretrained(str(folder), config=config)
-    assert type(theirs).__name__ == "DFlashDraftModel"
+    assert type(theirs).__name__ == ("DFlashDraftModel" if ours.markov_head is None else "DSparkDraftModel")
     stored, loaded = load_file(folder / "model.safetensors"), theirs.state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
 
-    tokens, blocks = 30, 7
+    tokens, blocks, width = 30, 7, ours.config.block_size
     ids = torch.randint(61, (1, tokens), generator=torch.Generator().manual_seed(3))
     aux = torch.randn(1, tokens, 72, generator=torch.Generator().manual_seed(4))
     mask, document = torch.ones(1, tokens), torch.zeros(1, tokens, dtype=torch.long)
     last = torch.zeros(1, tokens, 24)  # of the target: what it teaches is not looked at
-    _, logits, _, _, places = theirs._backbone_forward(aux, ids, mask, last, document, max_anchors=blocks)
-    anchors = places.view(blocks, 6)[:, 0]
-    block_ids = torch.full((1, blocks, 6), 60)
+    hidden, logits, _, _, places = theirs._backbone_forward(aux, ids, mask, last, document, max_anchors=blocks)
+    anchors = places.view(blocks, width)[:, 0]
+    block_ids = torch.full((1, blocks, width), 60)
     block_ids[0, :, 0] = ids[0, anchors]
     states = ours(theirs.embed_tokens(block_ids), aux, QueryMask(Documents.rows(ids), anchors[None]))
     torch.testing.assert_close(theirs.lm_head(states).flatten(1, 2), logits, rtol=1e-4, atol=1e-4)
+    if ours.markov_head is None or ours.confidence_head is None:
+        return
+    before_ids = ids[0, places].view(blocks, width)
+    embedded = theirs.markov_head.prev_embeddings(before_ids)
+    bias = theirs.markov_head.block_bias(prev_token_ids=before_ids, hidden_states=hidden[0].view(blocks, width, -1))
+    torch.testing.assert_close(ours.markov_head.bias(ours.markov_head.embed(before_ids)), bias)
+    sure = theirs.confidence_head(torch.cat([hidden[0].view(blocks, width, -1), embedded], -1))
+    torch.testing.assert_close(ours.confidence_head(torch.cat([states[0], embedded], -1)), sure, rtol=1e-4, atol=1e-4)
 
 
-def test_we_read_the_dflash_draft_that_it_writes(target_folder: Path, tmp_path: Path) -> None:
-    write_draft(heads.dflash(40), tmp_path / ".", "speculators", 5, Verifier(str(target_folder), ["LlamaForCausalLM"]))
+@pytest.mark.parametrize("make", [heads.dflash, heads.dspark])
+def test_we_read_the_block_drafts_that_it_writes(
+    target_folder: Path, tmp_path: Path, make: Callable[[int], DFlashDraft]
+) -> None:
+    write_draft(make(40), tmp_path / ".", "speculators", 5, Verifier(str(target_folder), ["LlamaForCausalLM"]))
     model: Any = speculators.SpeculatorModel.from_pretrained(str(tmp_path))
     model.save_pretrained(tmp_path / "theirs")
-    again, ours = read_draft(tmp_path / "theirs").state_dict(), heads.dflash(40).state_dict()
+    again, ours = read_draft(tmp_path / "theirs").state_dict(), make(40).state_dict()
     assert again.keys() == ours.keys() and all(torch.equal(again[name], tensor) for name, tensor in ours.items())

@@ -37,6 +37,8 @@ DRAFTS: dict[str, Callable[[], DraftModule]] = {
     "small": lambda: SmallDraft(llama(layers=2, vocab=VOCAB)),
     "eagle3": lambda: head(),
     "dflash": lambda: block(),
+    "dspark": lambda: block(**heads.DSPARK),
+    "dspark-filled-in": lambda: block(**heads.DSPARK | {"sample_from_anchor": False, "confidence_head": False}),
 }
 
 
