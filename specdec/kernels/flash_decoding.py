@@ -230,39 +230,45 @@ def _attend(  # type: ignore[no-untyped-def]
     if WINDOWED:  # no query stands before the end of the past
         first = tl.maximum(length - window + 1, 0) // KEYS * KEYS
 
-    # 4) The past streams by; best, total and mean are those of the softmax so far. Every query sees it, in its window.
+    # 4) The whole blocks of the past stream by; best, total and mean are those of the softmax so far. Every query sees
+    # them, in its window. Blocks begin at fixed positions: a query adds up alike whichever others its pass has.
     best = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
-    for start in range(first, length, KEYS):
+    whole = length // KEYS * KEYS
+    for start in range(first, whole, KEYS):
         key = start + tl.arange(0, KEYS)
-        exists = (key < length)[:, None] & (column < D)[None, :]
-        k = tl.load(key_base + key[:, None] * D + column[None, :], mask=exists, other=0.0)
-        v = tl.load(value_base + key[:, None] * D + column[None, :], mask=exists, other=0.0)
-        sees = (key < length)[None, :] & real[:, None]
+        place = key[:, None] * D + column[None, :]
+        k = tl.load(key_base + place, mask=(column < D)[None, :], other=0.0)
+        v = tl.load(value_base + place, mask=(column < D)[None, :], other=0.0)
+        sees = real[:, None] & (key >= 0)[None, :]
         if WINDOWED:
             sees = sees & (position[:, None] - key[None, :] < window)
         best, total, mean = _read_block(q, k, v, sees, scale, cap, best, total, mean, CAPPED)
 
-    # 5) The entries: those that the cache has, then the new ones. Each query sees its chain, or its path by the mask.
-    for start in range(0, F, ENTRIES):
-        entry = start + tl.arange(0, ENTRIES)
-        new = entry - (F - N)
+    # 5) The rest of the past and the entries: those that the cache has, then the new ones. Each query sees the past and
+    # its chain, or its path by the mask.
+    for start in range(whole, length + F, KEYS):
+        key = start + tl.arange(0, KEYS)
+        entry, new = key - length, key - length - (F - N)
+        held = (new < 0)[:, None] & (column < D)[None, :]
         fresh = ((new >= 0) & (new < N))[:, None] & (column < D)[None, :]
-        k = tl.load(fresh_keys + new[:, None] * new_key_row + column[None, :], mask=fresh, other=0.0)
-        v = tl.load(fresh_values + new[:, None] * new_value_row + column[None, :], mask=fresh, other=0.0)
-        k, v = k.to(keys.dtype.element_ty), v.to(values.dtype.element_ty)
-        if F > N:
-            place, held = (length + entry)[:, None] * D + column[None, :], (new < 0)[:, None] & (column < D)[None, :]
-            k = tl.where(held, tl.load(key_base + place, mask=held, other=0.0), k)
-            v = tl.where(held, tl.load(value_base + place, mask=held, other=0.0), v)
-        sees, entry_position = (new[None, :] <= n[:, None]) & (entry < F)[None, :], length + entry
+        place = key[:, None] * D + column[None, :]
+        k = tl.load(key_base + place, mask=held, other=0.0)
+        v = tl.load(value_base + place, mask=held, other=0.0)
+        k_new = tl.load(fresh_keys + new[:, None] * new_key_row + column[None, :], mask=fresh, other=0.0)
+        v_new = tl.load(fresh_values + new[:, None] * new_value_row + column[None, :], mask=fresh, other=0.0)
+        k, v = tl.where(fresh, k_new.to(k.dtype), k), tl.where(fresh, v_new.to(v.dtype), v)
+        sees, key_position = (new[None, :] <= n[:, None]) & real[:, None], key
         if TREE:
+            inside_tree = (entry >= 0) & (entry < F)
             among = visible + (slot * N + n[:, None]) * F + entry[None, :]
-            sees = tl.load(among, mask=real[:, None] & (entry < F)[None, :], other=0) != 0
-            entry_position = length + tl.load(depth + slot * F + entry, mask=entry < F, other=0)
+            path = tl.load(among, mask=real[:, None] & inside_tree[None, :], other=0) != 0
+            sees = real[:, None] & (path | (entry < 0)[None, :])
+            deep = tl.load(depth + slot * F + entry, mask=inside_tree, other=0)
+            key_position = tl.where(entry < 0, key, length + deep)
         if WINDOWED:
-            sees = sees & (position[:, None] - entry_position[None, :] < window)
+            sees = sees & (position[:, None] - key_position[None, :] < window)
         best, total, mean = _read_block(q, k, v, sees, scale, cap, best, total, mean, CAPPED)
 
     # 6) The weighted mean of the values is the attention.

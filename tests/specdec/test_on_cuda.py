@@ -16,6 +16,7 @@ from draftforge.specdec.kernels.attention import attention
 from draftforge.specdec.kernels.block_attention import BlockMask, Sight, merged_blocks
 from draftforge.specdec.kernels.column_attention import attend_columns
 from draftforge.specdec.kernels.document_mask import PADDING, QueryMask
+from draftforge.specdec.kernels.flash_decoding import attend_cached
 from draftforge.specdec.kernels.fused import fuse
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.requests import Request
@@ -130,3 +131,17 @@ def test_attention_of_blocks_in_half_precision(width: int) -> None:
         found.append([output.detach(), *(one.float().cpu() for one in grads)])
     for half, whole in zip(*found, strict=True):
         assert float((half - whole).norm()) <= 0.01 * float(whole.norm())
+
+
+def test_a_query_attends_alike_alone_and_in_a_chain() -> None:
+    """To the bit in half precision, so that no near tie of plain decoding falls otherwise beside a draft."""
+    generator, chain, past_B = torch.Generator().manual_seed(0), 5, torch.tensor([3, 126, 300, 511], device="cuda")
+    shapes = (4, 9, chain, 64), (4, 3, 600, 64), (4, 3, 600, 64)
+    query, keys, values = (torch.randn(*shape, generator=generator).bfloat16().cuda() for shape in shapes)
+    at_BN = past_B[:, None] + torch.arange(chain, device="cuda")
+    key, value = (x[torch.arange(4, device="cuda")[:, None], :, at_BN].transpose(1, 2) for x in (keys, values))
+    together = attend_cached(query, key, value, keys, values, past_B)
+    for n in range(chain):
+        one = slice(n, n + 1)
+        alone = attend_cached(query[:, :, one], key[:, :, one], value[:, :, one], keys, values, past_B + n)
+        assert torch.equal(alone, together[:, :, one])

@@ -132,3 +132,15 @@ def test_what_does_not_fit_is_not_written() -> None:
     before = keys.clone()
     attend_cached(query, fresh, fresh, keys, values, past_B)
     assert torch.equal(keys[:, :, :4], before[:, :, :4]) and torch.equal(keys[:, :, 4], fresh[:, :, 0])
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_query_attends_alike_alone_and_in_a_chain(window: int | None) -> None:
+    """To the bit: what a draft adds to a pass must not turn near ties of plain decoding round."""
+    chain, past, size = 5, [3, 126, 150], 16
+    query, keys, values = draw(3, 6, chain, size), draw(3, 2, 201, size), draw(3, 2, 201, size) + 1
+    past_B = torch.tensor(past, device=DEVICE)
+    together = attend_new(query, keys, values, past_B, chain, None, window)
+    for n in range(chain):
+        alone = attend_new(query[:, :, n : n + 1], keys, values, past_B + n, 1, None, window)
+        assert torch.equal(alone, together[:, :, n : n + 1])
