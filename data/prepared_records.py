@@ -181,7 +181,7 @@ def _traces(found: Record, record: Record, turn_key: int, kind: str) -> PromptTr
         (record.messages[:end], record.tools, record.template_args)
         == (found.messages[:end], found.tools, found.template_args)
     )
-    digest = None
+    digest = record.shown if same else None
     if record.pieces is not None:
         first, *rest = record.pieces
         contents = (message.text for message in record.messages)

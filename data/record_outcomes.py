@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from ..errors import InputError
 from .files import Item
 from .logs.chat import Entry, JoinedLines, LeftOut, LogReader, Reason, Timing
+from .logs.parsing import prompt_digest
 from .logs.readers import FORMATS
 from .records import DEFAULT_COLUMNS, Record, parse
 from .settings import LABEL, DatasetSource, FileSource, Shape, Source, TargetSource
@@ -225,6 +226,8 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
         timing = timing._replace(ended=None)
     found = _parsed(source, index, entry.line, "messages", entry.where, timing, entry.others)
     found = found._replace(timing=busy, served=entry.served)
+    if entry.shown is not None and found.record is not None:
+        found = found.with_record(replace(found.record, shown=bytes.fromhex(prompt_digest(entry.shown))))
     if entry.pieces is None or found.record is None:
         return found
     # An engine's own log tells what it took, whoever named it.

@@ -121,6 +121,8 @@ class Record:
     """Names of the request's fields that shaped its logged answer, and that a capture does not follow."""
     pieces: tuple[str, ...] | None = field(default=None, compare=False)
     """The markup around the contents of the first messages, where these were taken out of a rendered prompt."""
+    shown: bytes | None = field(default=None, compare=False)
+    """Hash of its prompt, where its line shows that beside the request; of no use once something in it is redacted."""
     where: str = field(default="", compare=False)
     """File and line (`file:line`), item or row that it was read from; no part of `id`, `key` and equality."""
 

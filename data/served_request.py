@@ -25,7 +25,7 @@ Lookup = Callable[[str], Any]
 """Looks up a field by name in the line, then in its `request` object; None: neither has it."""
 
 SAMPLING_FIELDS = tuple(SamplingSettings.model_fields)
-LIMIT_FIELDS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
+LIMIT_FIELDS = ("max_completion_tokens", "max_tokens", "max_new_tokens")  # engines know the last one in no body
 _SGLANG_MOST_PENALTY = 2.0
 _TOKENS: dict[Engine, tuple[str, ...]] = {
     "vllm": ("prompt_token_ids", "input_ids", "prompt_embeds", "input_embeds"),

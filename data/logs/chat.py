@@ -98,6 +98,8 @@ class Entry:
     """The markup around the contents of its messages, where they come from a rendered prompt."""
     others: Sequence[Mapping[str, Any]] = ()
     """What else the line's request may be, where nothing in it tells how a server took it."""
+    shown: str | None = None
+    """Text of its prompt, where its line shows that beside the request."""
     served: tuple[bytes, bool] | None = None
     """Hash of the prompt that a line shows as served for a request that another line holds, and whether it was
     answered."""
@@ -335,6 +337,37 @@ def line_of(rendered: Rendered, answer: Any, settings: Mapping[str, Any]) -> dic
     request = {**settings, "messages": rendered.messages, "chat_template_kwargs": rendered.template_args}
     message = {"role": "assistant", "content": answer} if isinstance(answer, str) and answer.strip() else None
     return {"request": request, "messages": with_answer(rendered.messages, message)}
+
+
+def as_sent(requests: Iterable[Mapping[str, Any]], answer: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """What requests may have been, the likeliest first: one that holds its own answer was perhaps sent without it, and
+    without what came after. Clients put answers into the list that they sent, and some loggers write that later."""
+    found: list[dict[str, Any]] = []
+    for request in requests:
+        messages = request.get("messages")
+        end = _place_of(answer, messages) if answer is not None and isinstance(messages, list) else 0
+        found += [{**request, "messages": messages[:end]}, {**request}] if end and messages else [{**request}]
+    return found
+
+
+def _place_of(answer: Mapping[str, Any], messages: Sequence[Any]) -> int:
+    """Index of an answer among messages: of the same calls anywhere, of the same text at their end; 0: not there."""
+    calls, text = _calls_of(answer), answer.get("content")
+    for place, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.get("role") != "assistant":
+            continue
+        at_end, same_text = place == len(messages) - 1, text is not None and message.get("content") == text
+        if (calls and _calls_of(message) == calls) or (at_end and not calls and same_text):
+            return place
+    return 0
+
+
+def _calls_of(message: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Id, name and arguments of a message's calls; none where one has no id."""
+    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    functions = [call["function"] if isinstance(call.get("function"), Mapping) else {} for call in calls]
+    found = [(call.get("id"), one.get("name"), decoded(one.get("arguments"))) for call, one in zip(calls, functions)]
+    return found if all(id for id, *_ in found) else []
 
 
 def with_answer(messages: list[Any], answer: Mapping[str, Any] | None) -> list[Any]:

@@ -14,6 +14,7 @@ from .chat import (
     Entry,
     Reason,
     Timing,
+    as_sent,
     body_of,
     conflicting_request,
     count,
@@ -36,7 +37,9 @@ _ROLES = {
     **{"SystemMessage": "system", "ToolMessage": "tool", "FunctionMessage": "function"},
 }
 """Roles by their names in OpenAI's and LangChain's messages."""
+_EVENT = "event.name"
 _OF_TOOLS = {"parameters", "input_schema", "description"}
+_LANGCHAINS_OWN = ("thinking", "reasoning_content")
 _ASSISTANT = ("assistant", "ai", "model")
 _PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inputTokens", "inputUsage")
 _ANSWER_COUNTS = ("output", "completion_tokens", "completionTokens", "output_tokens", "outputTokens", "outputUsage")
@@ -82,7 +85,9 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     if reason is None and conflicting_request(request, read, value, given, parameters):
         reason = "another request beside it"
     if reason is None:
-        line |= {"request": request, "messages": with_answer(request["messages"], _answer(value.get("output")))}
+        answer = _answer(value.get("output"))
+        request, *others = as_sent([request, *others], answer)
+        line |= {"request": request, "messages": with_answer(request["messages"], answer)}
     yield Entry(where, line, reason, _timing(value), others=others)
 
 
@@ -195,6 +200,9 @@ def _message(given: Any) -> dict[str, Any] | None:
     message = {**inner, "role": role, "type": kind, "additional_kwargs": extra}
     if role != "tool" and message.get("name") is None and "name" in extra:
         message["name"] = extra["name"]
+    # Events of OpenTelemetry have a call's id under `id`, and the tool's name, which clients do not send.
+    if given.get(_EVENT) == "gen_ai.tool.message" and message.get("tool_call_id") is None:
+        message |= {"tool_call_id": given.get("id"), "name": None}
     # A content of text is that text, also where it reads like parts: so look results of MCP's tools.
     calls = _calls(inner, extra)
     if calls or message.get("tool_calls") != []:
@@ -252,6 +260,26 @@ def _shown(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{**part, "type": "text"} if _is_own_text(part) else part for part in parts]}
 
 
+def _unsent_by_langchain(message: Mapping[str, Any]) -> list[Any]:
+    """Parts of an assistant's message that LangChain's client for OpenAI's API does not send."""
+    parts = _listed(message.get("content")) if message["role"] == "assistant" else []
+    return [part for part in parts if isinstance(part, dict) and part.get("type") in _LANGCHAINS_OWN]
+
+
+def _as_sent_by_langchain(message: dict[str, Any]) -> dict[str, Any]:
+    unsent = _unsent_by_langchain(message)
+    return {**message, "content": [part for part in message["content"] if part not in unsent] or None}
+
+
+def _has_several_texts(message: Mapping[str, Any]) -> bool:
+    parts = _listed(message.get("content")) if message["role"] == "assistant" else []
+    return len(parts) > 1 and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
+
+
+def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "content": "".join(part["text"] for part in message["content"])}
+
+
 def _own_thoughts(message: Mapping[str, Any]) -> str | None:
     """Reasoning that LangChain keeps beside an assistant's message; None: it keeps none."""
     extra = message["additional_kwargs"]
@@ -279,16 +307,21 @@ _OTHERWISE: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[dict[str,
     (_has_own_thoughts, lambda message: {**message, "reasoning_content": _own_thoughts(message)}),
     # Calls whose arguments are no JSON its client for Python sends, too.
     (_has_broken_calls, _without_broken_calls),
+    # Of thoughts among an assistant's parts its client for OpenAI's API sends none, and others may.
+    (lambda message: bool(_unsent_by_langchain(message)), _as_sent_by_langchain),
+    # The AI SDK sends an assistant's texts as one, with nothing between them.
+    (_has_several_texts, _with_one_text),
 )
 """Which messages may have been sent otherwise than they are read, and as what."""
 
 
 def _call(call: Any) -> Any:
-    """A tool call in the shape of chat completions: of a LangChain one, the arguments are an object, or a text that is
-    none."""
-    if not isinstance(call, dict) or "function" in call or "args" not in call:
+    """A tool call in the shape of chat completions: of a LangChain one (`args`), or of a flat one, the arguments are an
+    object, or a text that is none."""
+    name = next((name for name in ("args", "arguments") if isinstance(call, dict) and name in call), None)
+    if name is None or "function" in call:
         return call
-    arguments = call["args"] if isinstance(call["args"], str) else json.dumps(call["args"])
+    arguments = call[name] if isinstance(call[name], str) else json.dumps(call[name])
     function = {"name": call.get("name"), "arguments": arguments}
     return {"id": call.get("id"), "type": "function", "function": function}
 

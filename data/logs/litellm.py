@@ -12,6 +12,7 @@ from .chat import (
     Entry,
     Reason,
     Timing,
+    as_sent,
     body_of,
     conflicting_request,
     count,
@@ -21,7 +22,7 @@ from .chat import (
     with_answer,
 )
 from .parsing import seconds
-from .response import answer_of, failed, is_error, response_of, tells_failure
+from .response import answer_of, failed, is_error, prompt_of, response_of, tells_failure
 
 _CHAT_CALLS = ("completion", "acompletion", "anthropic_messages")
 _RAW_CALLS = ("text_completion", "atext_completion")
@@ -68,11 +69,13 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         reason = None if timing.prompt_tokens else "system prompt that the log may lack"
 
     # The request and its answer, unless the answer alone was redacted.
+    others = list[dict[str, Any]]()
     if reason is None:
         answer = None if _holds(response, _REDACTED) else answer_of(response)
+        request, *others = as_sent([request], answer)
         line |= {"request": request, "messages": with_answer(request["messages"], answer)}
     cached = payload.get("cache_hit") in (True, "True")  # no engine saw it
-    yield Entry(where, line, reason, timing, in_flight=not cached)
+    yield Entry(where, line, reason, timing, in_flight=not cached, others=others, shown=prompt_of(response))
 
 
 def _reason(payload: Mapping[str, Any], request: Mapping[str, Any], response: Any) -> Reason | None:

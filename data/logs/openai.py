@@ -19,6 +19,7 @@ from .chat import (
     Reason,
     Timing,
     as_it_stands,
+    as_sent,
     body_of,
     conflicting_request,
     decoded,
@@ -34,6 +35,7 @@ from .response import (
     answers_no_chat,
     failed,
     is_of_messages_api,
+    prompt_of,
     response_of,
     tells_failure,
     usage_of,
@@ -91,11 +93,14 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         yield Entry(where, labels(value), reason or "answer without its request", timing)
         return
     # The conversation with its answer; labels come from what stands around the body.
+    answer = answer_of(response)
+    request, *others = as_sent([request, *others], answer)
     messages = request.get("messages")
     if isinstance(messages, list):
-        messages = with_answer(messages, answer_of(response))
+        messages = with_answer(messages, answer)
     own = {name: item for name, item in value.items() if name not in (*_REQUESTS, *RESPONSES)} if envelope else {}
-    yield Entry(where, {**labels(own), "request": request, "messages": messages}, timing=timing, others=others)
+    line = {**labels(own), "request": request, "messages": messages}
+    yield Entry(where, line, timing=timing, others=others, shown=prompt_of(response))
 
 
 def _opened(fields: dict[str, Any]) -> dict[str, Any]:

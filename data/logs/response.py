@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from . import anthropic
 from .chat import count, decoded
+
+T = TypeVar("T")
 
 _SSE_DONE = "[DONE]"
 _SSE_EVENT = re.compile(r"\r?\n\r?\n")
@@ -185,9 +187,10 @@ def _extend(calls: list[tuple[int, dict[str, Any]]], part: Any) -> None:
 
 
 def usage_of(response: Any) -> tuple[int | None, int | None]:
-    """Prompt and answer tokens of a response's `usage`; None: not given."""
+    """Prompt and answer tokens of a response's `usage`, or of the ids of its prompt; None: not given."""
     # In a stream the last counts are the totals; Anthropic's begins with the prompt's, in a message.
     response, usage = response_of(response), dict[str, Any]()
+    ids = _told_of_prompt(response, "prompt_token_ids", list)
     for chunk in response if isinstance(response, list) else [response]:
         message = chunk.get("message") if isinstance(chunk, dict) else None
         for holder in (message, chunk):
@@ -200,4 +203,17 @@ def usage_of(response: Any) -> tuple[int | None, int | None]:
     prompt, answer = count(usage, "prompt_tokens"), count(usage, "completion_tokens")
     if prompt is None and (prompt := count(usage, "input_tokens")) is not None:
         prompt += sum(count(usage, f"cache_{name}_input_tokens") or 0 for name in ("read", "creation"))
+    prompt = len(ids) if prompt is None and ids else prompt
     return prompt, count(usage, "output_tokens") if answer is None else answer
+
+
+def prompt_of(response: Any) -> str | None:
+    """Text of the prompt that vLLM shows in a response, or in the first chunk of one, where it was asked to."""
+    return _told_of_prompt(response_of(response), "prompt_text", str)
+
+
+def _told_of_prompt(response: Any, name: str, kind: type[T]) -> T | None:
+    """What a response, whole or streamed, tells of its prompt; None: nothing."""
+    chunks = response if isinstance(response, list) else [response]
+    told = (chunk.get(name) for chunk in chunks if isinstance(chunk, dict))
+    return next((value for value in told if isinstance(value, kind)), None)

@@ -332,6 +332,91 @@ def test_each_prompt_whose_text_is_logged_is_compared_with_it(tokenizer: Any) ->
         assert found == dict.fromkeys(refused, OTHER_PROMPT), told
 
 
+def test_a_prompt_that_its_response_shows_is_compared_with_that(tmp_path: Path, tokenizer: Any) -> None:
+    """vLLM shows its text (`return_prompt_text`) or its ids (`return_token_ids`), in a stream in the first chunk."""
+    told = {"a": "<user>a<new>", "b": "<system>Brief.<user>b<new>", "ann@example.org": "<user>ann@example.org<new>"}
+    lines = [logged("m", say(name), None) for name in told]
+    for line, text in zip(lines, told.values()):
+        line["response"]["prompt_text"] = text
+    streamed = logged("ids", say("c"), None, stream=True)
+    first: Json = {"choices": [{"delta": {"content": "Fine."}}], "prompt_token_ids": [1, 2, 3]}
+    streamed["response"] = [first, {"choices": [{"delta": {"content": "!"}}]}]
+    mix = mix_of(tmp_path, [*lines, streamed])
+    check = PromptCheck(tokenizer, list(mix.values()))
+    assert {name: check.refusal(one, 0) for name, one in mix.items() if name != "c"} == {
+        **dict.fromkeys(("a", "<email>")),
+        "b": OTHER_PROMPT,
+    }
+    (count,) = mix["c"].logged_prompts[0].counts
+    assert (count.counter, count.tokens) == ("openai, model ids, streamed", 3)
+
+
+@pytest.mark.parametrize("kind", ["openai", "litellm", "langfuse"])
+def test_a_request_that_holds_its_own_answer_may_have_been_sent_without_it(
+    tmp_path: Path, tokenizer: Any, length: Callable[..., int], kind: str
+) -> None:
+    """Clients put the answer, and results of tools, into the list that they sent; some loggers write it only then."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    answers: list[Json] = [{"content": "Fine."}, {"content": "", "tool_calls": [call]}]
+    same = {"content": None, "tool_calls": [{**call, "index": 0, "function": {"name": "f", "arguments": '{"a":1}'}}]}
+    result = {"role": "tool", "tool_call_id": "c1", "content": "r"}
+    sent = {"short": say("short"), "whole": [*say("whole"), {"role": "assistant", "content": "Fine."}]}
+    counted = {name: length(messages) for name, messages in sent.items()} | {"called": length(say("called"))}
+    requests = [
+        ("short", say("short", "Fine."), answers[0]),
+        ("whole", say("whole", "Fine."), answers[0]),
+        ("untold", say("untold", "Fine."), answers[0]),
+        ("called", [*say("called"), {"role": "assistant", **same}, result], answers[1]),
+        # Another answer, and one that stands elsewhere.
+        ("other", say("other", "Good."), answers[0]),
+        ("earlier", say("earlier", "Fine.", "And now?"), answers[0]),
+    ]
+    lines = []
+    for name, messages, answer in requests:
+        tokens, said = counted.get(name), {"role": "assistant", **answer}
+        lines.append(
+            {
+                "openai": {
+                    "request": {"model": "m", "messages": messages},
+                    "response": {"choices": [{"message": said}], "usage": {"prompt_tokens": tokens}},
+                },
+                "litellm": {
+                    "call_type": "acompletion",
+                    "messages": messages,
+                    "response": {"choices": [{"message": said}]},
+                    "prompt_tokens": tokens,
+                },
+                "langfuse": {
+                    "type": "GENERATION",
+                    "input": messages,
+                    "output": said,
+                    "usage_details": {"input": tokens},
+                },
+            }[kind]
+        )
+    write_lines(tmp_path / "a.jsonl", *map(json.dumps, lines))
+    source = {"kind": kind, "path": "a.jsonl", "domain": "d"}
+    fill = {"kind": "prompts", "path": "fill.txt", "domain": "d"}
+    write_lines(tmp_path / "fill.txt", *(f"word{i} word{i * 7} word{i * 13}" for i in range(60)))
+    build_mix(
+        MixSettings.model_validate({"sources": [source, fill], "near_threshold": 1.0}), tmp_path, tmp_path / "mix"
+    )
+    mix = {one.messages[0].text: one for one in load_mix(tmp_path / "mix")}
+    check, found = PromptCheck(tokenizer, list(mix.values())), {}
+    for name, *_ in requests:
+        *_, last = turns(mix[name])
+        found[name] = check.refusal(mix[name], last.index) or check.ids(mix[name], last)
+    texts = {name: tokenizer.decode(ids) if isinstance(ids, list) else ids for name, ids in found.items()}
+    assert texts == {
+        "short": "<user>short<new>",
+        "whole": "<user>whole<assistant>Fine.<new>",
+        "untold": EITHER_WAY,
+        "called": "<user>called<new>",
+        "other": "<user>other<assistant>Good.<new>",
+        "earlier": "<user>earlier<assistant>Fine.<user>And now?<new>",
+    }
+
+
 def test_a_turn_that_the_template_refuses_leaves_those_before_it_in_doubt(tokenizer: Any) -> None:
     """Where vLLM makes the prompts by code of its own: what is logged of the last turn shows nothing of the first."""
     said = [Message(role=("user", "assistant")[i % 2], content=text) for i, text in enumerate(("a", "b", "refused"))]

@@ -17,12 +17,15 @@ def test_calls(tmp_path: Path) -> None:
     said = {"role": "assistant", "content": "", "tool_calls": [{"name": "clock", "args": {"zone": "CET"}, "id": "c1"}]}
     kept = {"type": "ai", "content": "", "additional_kwargs": {"tool_calls": [CALLED]}}
     for message in (said, kept):
+        answer = json.loads(json.dumps(message).replace("c1", "c2"))
         result = {"role": "tool", "content": "noon", "tool_call_id": "c1"}
-        line = {"type": "GENERATION", "input": [*ASK, message, result], "output": message}
+        line = {"type": "GENERATION", "input": [*ASK, message, result], "output": answer}
         (record,) = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(line)), "langfuse").records
-        assert [one.tool_calls for one in record.messages] == [None, [CALLED], None, [CALLED]]
+        assert [one.tool_calls for one in record.messages] == [None, [CALLED], None, [CALLED | {"id": "c2"}]]
 
 
+CALLS = {"tool_calls": [CALLED]}
+TEXT, THOUGHT = {"type": "text", "text": "a"}, {"type": "thinking", "thinking": "why"}
 BROKEN = {"name": "clock", "args": '{"zone": ', "id": "c2"}
 SENT_BROKEN = {"id": "c2", "type": "function", "function": {"name": "clock", "arguments": '{"zone": '}}
 
@@ -37,6 +40,20 @@ SENT_BROKEN = {"id": "c2", "type": "function", "function": {"name": "clock", "ar
         ({"role": "system", "additional_kwargs": {"__openai_role__": "developer"}}, {"role": "developer"}, {}),
         ({"role": "user", "additional_kwargs": {"name": "Bo", "refusal": None}}, {"role": "user", "name": "Bo"}, {}),
         ({"role": "tool", "additional_kwargs": {"name": "Bo"}}, {"role": "tool"}, {}),
+        (
+            {"content": [TEXT, THOUGHT], "tool_calls": [CALLED]},
+            {"content": ["a", "why"], **CALLS},
+            {"content": "a", **CALLS},
+        ),
+        ({"content": [THOUGHT], "tool_calls": [CALLED]}, {"content": "why", **CALLS}, {"content": [], **CALLS}),
+        # The AI SDK, events of OpenTelemetry, and calls without their wrapper.
+        ({"content": [TEXT, TEXT]}, {"content": ["a", "a"]}, {"content": "aa"}),
+        (
+            {"role": "tool", "id": "c1", "name": "clock", "event.name": "gen_ai.tool.message"},
+            {"role": "tool", "tool_call_id": "c1"},
+            {},
+        ),
+        ({"tool_calls": [{"id": "c1", "name": "clock", "arguments": {"zone": "CET"}}]}, CALLS, {}),
     ],
 )
 def test_messages_as_its_clients_send_them(
