@@ -335,6 +335,7 @@ def test_merged_trees_have_each_path_once(chains: list[tuple[list[int], int]], c
     assert sorted(ways(merged)) == sorted(trie)
 
 
+@pytest.mark.slow
 def test_rounds_of_merged_drafts_are_those_of_a_plain_loop() -> None:
     """Each round's chains are said anew by whole passes; the answer is walked down the trie of them."""
     model, K, limit = target(), 3, 20
