@@ -59,7 +59,7 @@ _ENGINES: tuple[ServingEngine, ...] = ("vllm", "sglang", "llama.cpp")
 CAUSES: Sequence[KnownCause] = (
     KnownCause(
         ("sglang",),
-        (*_HEADS, "dflash"),
+        (*_HEADS, "dflash", "dspark"),
         "all",
         lambda config, layout: layout == "speculators",
         "SGLang does not understand a folder of the speculators format: names and layers are not found",
@@ -111,7 +111,7 @@ CAUSES: Sequence[KnownCause] = (
     ),
     KnownCause(
         ("vllm", "sglang", "llama.cpp"),
-        (*_HEADS, "dflash"),
+        (*_HEADS, "dflash", "dspark"),
         "any",
         lambda config, layout: getattr(config, "sliding_window", None) is not None,
         "the engine drafts without the draft's sliding window, so that long texts suffer",
@@ -127,7 +127,7 @@ CAUSES: Sequence[KnownCause] = (
     ),
     KnownCause(
         ("vllm", "sglang"),
-        ("dflash",),
+        ("dflash", "dspark"),
         "all",
         _always,
         "a block is read as anchor-first where it is fill-in, or the other way: sample_from_anchor is absent",
@@ -143,7 +143,7 @@ CAUSES: Sequence[KnownCause] = (
     ),
     KnownCause(
         ("sglang",),
-        ("eagle", "eagle3", "dflash"),
+        ("eagle", "eagle3", "dflash", "dspark"),
         "all",
         _always,
         "the engine shares the target's embeddings or head where the draft has its own",
@@ -159,7 +159,7 @@ CAUSES: Sequence[KnownCause] = (
     ),
     KnownCause(
         _ENGINES,
-        ("eagle", *_HEADS, "dflash", "small"),
+        ("eagle", *_HEADS, "dflash", "dspark", "small"),
         "any",
         _always,
         "rope_theta or its scaling is lost in config.json (readers take 10000), or max_position_embeddings is 2048",
@@ -167,7 +167,7 @@ CAUSES: Sequence[KnownCause] = (
     ),
     KnownCause(
         _ENGINES,
-        ("small", "eagle", *_HEADS, "dflash", "medusa"),
+        ("small", "eagle", *_HEADS, "dflash", "dspark", "medusa"),
         "any",
         _always,
         "requests are of another kind than the replayed ones: another template, thinking on, a temperature above 0",

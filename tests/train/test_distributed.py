@@ -47,6 +47,7 @@ SETTINGS: dict[str, Settings] = {
     "medusa": MedusaSettings(draft_tokens=3, **COMMON),
     "medusa2": MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON),
     "dflash": DFlashSettings(layers=2, draft_tokens=3, **COMMON),
+    "dspark": DFlashSettings(layers=2, draft_tokens=3, markov_rank=6, confidence_weight=1.0, **COMMON),
     "muon": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON),
 }
 MATRIX = [
@@ -62,6 +63,7 @@ MATRIX = [
     ("medusa", 3),
     ("medusa2", 2),
     ("dflash", 1),
+    ("dspark", 3),
 ]
 """On two ranks: every family at a ZeRO stage. What either optimizer lacks here follows: offloaded, or on four ranks."""
 OFFLOADED = [("small", 2), ("muon", 3)]
