@@ -1,10 +1,13 @@
 """Diagnosis of a draft: its acceptance along recorded answers, and the changes of its reading that restore it.
 
-All readings are replayed along one pass of the target, whose layers are captured once. A change restores where the
-interval of its gain in tau, paired by answer, lies above 0 and the gain is no trifle; of changes that restore alike
-the first in the order of likelihood is taken, then the search goes on from it, as faults may come together.
+All readings are replayed along one pass of the target, whose layers are captured once. Two readings are compared at
+every token of the answers, as if a round started there: the rounds of decoding soon start at other tokens for one than
+for the other, and what lies between them is chance. A change restores where it is accepted more there with
+significance, corrected for the number of changes that were tried, and tau gains no trifle. Of changes that restore
+alike the first in the order of likelihood is taken; then the search goes on from it, as faults may come together.
 
-Shapes: A answers, B answers of a pack, T tokens of the longest, R round starts, H hidden size.
+Shapes: A answers, B answers of a pack, T tokens of the longest, R tokens at which a round may start, K drafted
+tokens, H hidden size.
 """
 
 import time
@@ -25,26 +28,30 @@ from ..specdec.diagnosis.reading import Reading, Scene
 from ..specdec.models import CausalModel, States
 from ..specdec.proposers.factory import make_proposer
 from ..specdec.proposers.other_device import device_of
-from ..specdec.replay.expected_rounds import RoundCounts
-from ..specdec.replay.replay import rank_accuracies, replay
+from ..specdec.replay.expected_rounds import RoundCounts, survival_chosen, walk_expected
+from ..specdec.replay.replay import rank_accuracies
 from ..specdec.replay.target_trace import RecordedAnswer, TargetTrace, trace_target
 from ..specdec.sampling_settings import SamplingSettings
-from .acceptance import Estimate, estimate, ratio
+from .acceptance import Estimate, ratio
 
 GREEDY = SamplingSettings()
-CONFIDENCE, SEARCH_CONFIDENCE = 0.95, 0.999
-"""Of figures that are shown, and of gains: a hundred changes are tried, so one in a thousand may come by chance."""
-LEAST_GAIN, LIKELY_GAIN, CLEAR_GAIN, LIKELY = 0.015, 0.03, 0.08, 5
-"""Least gain in tau, as a share of it: of a draft that is below its record; of any other one, by the first LIKELY
-hypotheses and by the others; the last also of each fault but the first, as any change may gain a few percent."""
+CONFIDENCE = 0.95  # of figures that are shown
+FALSE_ALARM = 0.01
+"""Chance that any of all changes that are tried on a healthy draft seems to be better (Bonferroni)."""
+LEAST_GAIN, CLEAR_GAIN, FURTHER_GAIN, LIKELY = 0.01, 0.03, 0.08, 5
+"""Least gain in tau, as a share of it: by the first LIKELY hypotheses, and by any of a draft that is below its record;
+by the others; of each fault but the first. Some changes do make a healthy draft a little better."""
 _TIE = 0.005  # of tau: changes that restore as much as the best
 _FAR = (1.5, 2.0)
 """Least factor on accepted tokens a round, of a draft below its family's floor: to above the floor, and below it."""
 _STATE_BYTES = 2 << 30
 _PASS_TOKENS = 2048
-_SCREENED, _SCREENED_TOKENS, _SCREENED_LEVELS, _CONFIRMED = 12, 24, 2, 4
-"""Answers, tokens of each, and levels on which every change is tried, and changes that are then tried on all."""
-_MOST_FAULTS = 4
+_SCREENED, _SCREENED_TOKENS, _CONFIRMED = 12, 24, 4
+"""Answers and tokens of each on which every change is tried, and changes that are then tried on all."""
+_LEVELS = 2
+"""Drafted tokens of a round by which changes are compared: a draft that drafts further than it was trained to is better
+there by many a wrong change."""
+_MOST_FAULTS, _NEAREST = 4, 6
 _RANKS = 10
 
 
@@ -55,11 +62,8 @@ class Acceptance(NamedTuple):
     tau: Estimate
     first: Estimate
     """Share of rounds whose first drafted token is accepted."""
-
-    @property
-    def sums(self) -> NDArray[np.float64]:
-        """Tokens and rounds [A, 2] of each answer."""
-        return np.array([[one.tokens, one.rounds] for one in self.counts], dtype=np.float64).reshape(-1, 2)
+    runs: list[NDArray[np.int64]]
+    """Of each answer: drafted tokens [R] that would be accepted, for every token at which a round may start."""
 
     @property
     def alphas(self) -> list[float]:
@@ -70,7 +74,7 @@ class Acceptance(NamedTuple):
         return [float(right / of) if of else 0.0 for right, of in zip(accepted, reached)]
 
 
-def acceptance_of(counts: Sequence[RoundCounts], K: int) -> Acceptance:
+def acceptance_of(counts: Sequence[RoundCounts], runs: Sequence[NDArray[np.int64]], K: int) -> Acceptance:
     """Figures of counts, an answer a cluster."""
     columns = [(one.tokens, one.rounds, one.accepted_K[0], one.reached_K[0]) for one in counts]
     tokens, rounds, accepted, reached = np.array(columns, np.float64).T
@@ -78,6 +82,7 @@ def acceptance_of(counts: Sequence[RoundCounts], K: int) -> Acceptance:
         list(counts),
         ratio(tokens, rounds, CONFIDENCE, "rounds", (1.0, 1.0 + K)),
         ratio(accepted, reached, CONFIDENCE, "rounds that draft", (0.0, 1.0)),
+        list(runs),
     )
 
 
@@ -100,7 +105,7 @@ class ReplayBench:
             for one in self.answers[::step][:_SCREENED]
         ]
         small = len(parts) < len(answers) or any(len(one.answer_ids) > _SCREENED_TOKENS for one in answers)
-        self.screen = ReplayBench(target, parts, min(K, _SCREENED_LEVELS), self.layers) if small else self
+        self.screen = ReplayBench(target, parts, min(K, _LEVELS), self.layers) if small else self
 
     def capture(self, advance: Advance) -> None:
         """Run the target over all answers, a pack at a time."""
@@ -133,11 +138,21 @@ class ReplayBench:
     def measure(self, reading: Reading) -> Acceptance:
         """Acceptance of a reading on all answers."""
         counts: dict[int, RoundCounts] = {}
+        runs: dict[int, NDArray[np.int64]] = {}
+        proposer = make_proposer(reading.draft, self.target)
         for indexes, traced in self._packs:
-            proposer = make_proposer(reading.draft, self.target)
-            found = replay(proposer, traced._replace(states=self._states(traced, reading)), ["greedy"], [self.K])
-            counts |= {index: one[0].counts for index, one in zip(indexes, found)}
-        return acceptance_of([counts[index] for index in sorted(counts)], self.K)
+            with running(self.target.device):
+                trace = proposer.trace(traced.pack, self.K, GREEDY, self._states(traced, reading))
+                right_RK = (trace.rank_RK == 0).cpu().numpy()
+            # A round is accepted up to the first token that is not the answer's.
+            run_R = np.logical_and.accumulate(right_RK, axis=1).sum(1)
+            lengths, limits = zip(*((len(one.answer_ids), one.max_new_tokens) for one in traced.answers))
+            walked = walk_expected(survival_chosen(run_R, self.K), self.K, lengths, limits)
+            parts = np.split(run_R, np.cumsum([max(length - 1, 0) for length in lengths])[:-1])
+            counts |= dict(zip(indexes, walked))
+            runs |= dict(zip(indexes, parts))
+        order = sorted(counts)
+        return acceptance_of([counts[index] for index in order], [runs[index] for index in order], self.K)
 
     def ranks(self, reading: Reading) -> list[float]:
         """Share of first drafted tokens of which the answer's is the draft's choice of each rank."""
@@ -176,7 +191,19 @@ class Tried(NamedTuple):
     order: int
     acceptance: Acceptance
     gain: Estimate
-    """Gain in tau, paired by answer."""
+    """Gain in accepted tokens, of the first ones of a round, paired by the token that it starts at."""
+
+
+class Screened(NamedTuple):
+    """A changed reading on some answers."""
+
+    hypothesis: str
+    what: str
+    reading: Reading
+    order: int
+    tau: float
+    gain: float
+    """As that of `Tried`."""
 
 
 @dataclass
@@ -186,22 +213,24 @@ class Search:
     bench: ReplayBench
     scene: Scene
     wanted: float | None
-    """tau at which the search ends; None: it goes on while anything gains."""
+    """tau at which the search for further faults ends; None: it goes on while anything gains."""
     deadline: float = float("inf")
-    tried: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
-    """By hypothesis: changes that were tried on the draft as it is, and their tau on some answers."""
+    tried: list[Screened] = field(default_factory=list)
+    """Changes that were tried on the draft as it is."""
+    changes: int = 0
+    """Number of changes that were tried, on whatever reading."""
     cut_short: bool = False
     floor: float = 0.0
     """Acceptance of the first token that is expected of the family."""
     careful: bool = True
-    """Nothing says that the draft is at fault: only what gains much counts."""
+    """Nothing says that the draft is at fault: what is unlikely must gain more."""
 
     def run(self, reading: Reading, now: Acceptance, advance: Advance) -> list[Tried]:
         """Changes that restore, each on top of those before it."""
         found: list[Tried] = []
-        while len(found) < _MOST_FAULTS and not self._done(now):
+        while len(found) < _MOST_FAULTS and not (found and self._reached(now)):
             best = self._best(reading, now, advance, bool(found))
-            low = now.first.value < self.floor or self.wanted is not None
+            low = now.first.value < self.floor or not (self.wanted is None or self._reached(now))
             if best is None and not found and low and not self.cut_short:
                 best = self._best(reading, now, advance, False, LAST_RESORTS)
             if best is None:
@@ -210,7 +239,7 @@ class Search:
             reading, now = best.reading, best.acceptance
         return found
 
-    def _done(self, now: Acceptance) -> bool:
+    def _reached(self, now: Acceptance) -> bool:
         return self.wanted is not None and now.tau.value >= self.wanted
 
     def _best(
@@ -223,30 +252,19 @@ class Search:
     ) -> Tried | None:
         """The change that restores most; of those that restore as much, the likeliest. None: none restores."""
         # 1) All changes on some answers.
-        screened: list[tuple[float, int, str, str, Reading]] = []
-        some = self.bench.screen.measure(reading).tau.value
-        for order, hypothesis in enumerate(hypotheses):
-            for change in hypothesis.of(reading, self.scene):
-                if time.monotonic() > self.deadline:
-                    self.cut_short = True
-                    break
-                if not self.bench.readable(change.reading):
-                    continue
-                tau = self._screen(change.reading)
-                advance(1, note=hypothesis.name)
-                if tau is None:
-                    continue
-                if not again:
-                    self.tried.setdefault(hypothesis.name, []).append((change.what, tau))
-                screened.append((tau, order, hypothesis.name, change.what, change.reading))
+        screened = self._screen(reading, advance, hypotheses)
+        self.changes += len(screened)
+        if not again:
+            self.tried += screened
         # 2) The best of them on all answers: their gains with intervals.
-        better = sorted((one for one in screened if one[0] > some), key=lambda one: (-one[0], one[1]))[:_CONFIRMED]
+        better = sorted((one for one in screened if one.gain > 0), key=lambda one: (-one.gain, one.order))[:_CONFIRMED]
         restoring = []
-        for _, order, name, what, changed in better:
+        for name, what, changed, order, *_ in better:
             acceptance = self.bench.measure(changed)
-            gain = paired_gain(acceptance, now)
-            if gain.low > 0 and self.restores(acceptance, now, again, order < LIKELY):
-                restoring.append(Tried(name, what, changed, order, acceptance, gain))
+            gains = paired_gain(acceptance, now, 1 - 2 * FALSE_ALARM / self.changes)
+            least = FURTHER_GAIN if again else LEAST_GAIN if order < LIKELY or not self.careful else CLEAR_GAIN
+            if gains.low > 0 and self.restores(acceptance, now, least):
+                restoring.append(Tried(name, what, changed, order, acceptance, gains))
         if not restoring:
             return None
         # 3) The likeliest of those that restore as much as the best.
@@ -254,10 +272,30 @@ class Search:
         alike = [one for one in restoring if one.acceptance.tau.value >= top * (1 - _TIE)]
         return min(alike, key=lambda one: (one.order, -one.acceptance.tau.value))
 
-    def restores(self, after: Acceptance, now: Acceptance, again: bool, likely: bool = False) -> bool:
-        """Whether a gain beyond chance is a restoration, and not what any change may gain in a weak draft."""
-        careful = LIKELY_GAIN if likely and not again else CLEAR_GAIN
-        least = careful if self.careful or again else LEAST_GAIN
+    def _screen(self, reading: Reading, advance: Advance, hypotheses: Sequence[Hypothesis]) -> list[Screened]:
+        """All changes of a reading on some answers, until the deadline."""
+        screened, some = list[Screened](), self.bench.screen.measure(reading)
+        for order, hypothesis in enumerate(hypotheses):
+            for change in hypothesis.of(reading, self.scene):
+                if time.monotonic() > self.deadline:
+                    self.cut_short = True
+                    break
+                if not self.bench.readable(change.reading):
+                    continue
+                advance(1, note=hypothesis.name)
+                try:
+                    found = self.bench.screen.measure(change.reading)
+                except (RuntimeError, ValueError, IndexError):
+                    continue  # a change whose shapes do not fit this draft
+                gain = paired_gain(found, some, CONFIDENCE).value
+                screened.append(Screened(hypothesis.name, change.what, change.reading, order, found.tau.value, gain))
+        return screened
+
+    def restores(self, after: Acceptance, now: Acceptance, least: float) -> bool:
+        """Whether a gain beyond chance is a restoration, and not what any change may gain in a weak draft.
+
+        `least`: gain in tau, as a share of it.
+        """
         if after.tau.value < (1 + least) * now.tau.value:
             return False
         # A draft of which too little is accepted must come far, or to where it is expected.
@@ -266,21 +304,23 @@ class Search:
         factor = (after.tau.value - 1) / max(now.tau.value - 1, 1e-9)
         return factor >= (_FAR[0] if after.first.value >= self.floor else _FAR[1])
 
-    def _screen(self, reading: Reading) -> float | None:
-        try:
-            return self.bench.screen.measure(reading).tau.value
-        except (RuntimeError, ValueError, IndexError):
-            return None  # a change whose shapes do not fit this draft
+    def serving(self, served: Estimate, reading: Reading, now: Acceptance) -> list[tuple[Screened, float]]:
+        """Changes of the draft as it is that give a served tau, with their own tau on all answers."""
+        # Some answers, of fewer levels, have another tau: what they keep of the draft's own is looked for.
+        some, share = self.bench.screen.measure(reading).tau.value, (served.value - 1) / max(now.tau.value - 1, 1e-9)
+        near = sorted(self.tried, key=lambda one: abs(one.tau - 1 - share * (some - 1)))[:_NEAREST]
+        found = [(one, self.bench.measure(one.reading).tau.value) for one in near]
+        return [(one, tau) for one, tau in found if served.low <= tau <= served.high]
 
 
-def paired_gain(after: Acceptance, before: Acceptance) -> Estimate:
-    """Gain in tau, paired by answer."""
-    sums_A4 = np.concatenate([after.sums, before.sums], 1)
+def paired_gain(after: Acceptance, before: Acceptance, confidence: float) -> Estimate:
+    """Gain in accepted tokens, of the first `_LEVELS` of a round, paired by the token that it starts at.
 
-    def difference(sums_B4: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.asarray(sums_B4[:, 0] / sums_B4[:, 1] - sums_B4[:, 2] / sums_B4[:, 3])
-
-    return estimate(difference, sums_A4, sums_A4[:, 1] + sums_A4[:, 3], SEARCH_CONFIDENCE)
+    An answer is a cluster.
+    """
+    mine, theirs = ([np.minimum(run_R, _LEVELS) for run_R in one.runs] for one in (after, before))
+    gained_A = np.array([float((new_R - old_R).sum()) for new_R, old_R in zip(mine, theirs, strict=True)])
+    return ratio(gained_A, np.array([float(len(run_R)) for run_R in mine]), confidence, "tokens")
 
 
 def on_device(reading: Reading, target: CausalModel) -> Reading:

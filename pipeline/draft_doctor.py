@@ -19,6 +19,7 @@ from .. import fingerprint, storage
 from ..errors import DraftforgeError, InputError, MissingFileError, OwnershipError
 from ..eval.counts import CountRow, context_bucket, to_table
 from ..eval.diagnosis import (
+    CLEAR_GAIN,
     CONFIDENCE,
     Acceptance,
     ReplayBench,
@@ -171,12 +172,12 @@ class Examination:
             expected=record,
             causes=causes,
             evidence=self._evidence,
-            tried={name: dict(some) for name, some in search.tried.items()},
+            tried=_by_hypothesis(search),
         )
         if found or patient.repairs:
             diagnosis.corrected = self._write(reading, diagnosis)
         if self._served is not None:
-            self._compare_served(bench, reading, now, diagnosis)
+            self._compare_served(search, patient.reading, now, diagnosis)
         return diagnosis
 
     def _lineage(self) -> DraftMeta | None:
@@ -329,7 +330,7 @@ class Examination:
             other.capture(lambda *_: None)
             after = other.measure(reading)
             # These are other answers, so that the gain is not paired.
-            if after.tau.low > now.tau.high and search.restores(after, now, False):
+            if after.tau.low > now.tau.high and search.restores(after, now, CLEAR_GAIN):
                 return [{"hypothesis": name, "what": what, "tau_before": now.tau.value, "tau_after": after.tau.value}]
         return []
 
@@ -410,9 +411,10 @@ class Examination:
             architectures = list(self._target.model.config.architectures or [])
         return Verifier(str(name or self._options.target), architectures)
 
-    def _compare_served(self, bench: ReplayBench, reading: Reading, now: Acceptance, diagnosis: Diagnosis) -> None:
+    def _compare_served(self, search: Search, reading: Reading, now: Acceptance, diagnosis: Diagnosis) -> None:
         """Compare the engine's counters with the replay, and say what may cost the difference."""
         assert self._served is not None
+        bench = search.bench
         table = to_table(
             CountRow(
                 "draft",
@@ -459,14 +461,11 @@ class Examination:
                 found.engine, diagnosis.family, diagnosis.layout, getattr(reading.draft, "config", None), shape
             )
         ]
-        served = found.served
         alike = [
-            {"cause": f"the engine serves as if: {what} (replayed so: tau {tau:.2f})", "cure": "", "hypothesis": name}
-            for name, some in diagnosis.tried.items()
-            for what, tau in some.items()
-            if served.low <= tau <= served.high
+            {"cause": f"the engine serves as if: {one.what} (tau {tau:.2f})", "cure": "", "hypothesis": one.hypothesis}
+            for one, tau in search.serving(found.served, reading, now)
         ]
-        diagnosis.served |= {"shape": shape, "causes": causes, "alike": alike[:5]}
+        diagnosis.served |= {"shape": shape, "causes": causes, "alike": alike}
 
 
 def _causes(patient: Patient, now: Acceptance, found: Sequence[Tried]) -> list[dict[str, Any]]:
@@ -480,6 +479,14 @@ def _causes(patient: Patient, now: Acceptance, found: Sequence[Tried]) -> list[d
         figures = {"tau_before": before, "tau_after": after, "gain": one.gain.record()}
         causes.append({"hypothesis": one.hypothesis, "what": one.what, **figures})
     return causes
+
+
+def _by_hypothesis(search: Search) -> dict[str, dict[str, float]]:
+    """tau on some answers of every change that was tried on the draft as it is."""
+    found = dict[str, dict[str, float]]()
+    for one in search.tried:
+        found.setdefault(one.hypothesis, {})[one.what] = one.tau
+    return found
 
 
 def _figures(one: Acceptance) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 from ..drafts.eagle3 import Eagle3Draft
 from .reading import Change, Reading, Scene, put, shared_copy
 
+_CODED = (0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
+"""Sizes of coded weights, of 1 / sqrt(width): steps of a root of two, as tau bears an error of a fifth."""
+
 
 def halves(reading: Reading, scene: Scene) -> Iterator[Change]:
     """Embedding and state the other way round in what the first layer, or EAGLE's fc, reads."""
@@ -80,7 +83,7 @@ def codes(reading: Reading, scene: Scene) -> Iterator[Change]:
     coded = [name for name, weight in reading.draft.named_parameters() if holds_codes(weight)]
     if not coded:
         return
-    for size in (0.5, 1.0, 2.0):
+    for size in _CODED:
         draft = shared_copy(reading.draft)
         for name in coded:
             module, _, field = name.rpartition(".")
