@@ -16,11 +16,13 @@ from trained import Trained, sentences
 from draftforge import cli
 from draftforge.data.conversation import Message
 from draftforge.errors import InputError, MissingFileError, OwnershipError
+from draftforge.pipeline import draft_doctor
 from draftforge.pipeline.cli_options import DraftDoctorOptions
 from draftforge.pipeline.doctor_answers import Asked, rendered_otherwise
 from draftforge.pipeline.doctor_report import Diagnosis, print_diagnosis
 from draftforge.pipeline.draft_doctor import Examination
 from draftforge.specdec.decoder import decode_rounds
+from draftforge.specdec.diagnosis.weight_changes import halves
 from draftforge.specdec.requests import DecodeRun, Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
@@ -153,6 +155,18 @@ def test_low_served_counters_of_a_healthy_draft_are_the_engines_fault(
     low = examined(draft, answering, answers, served=str(served(tmp_path, 4000, (400, 40, 4))))
     assert low.verdict == "engine" and low.served is not None and low.served["shape"] == "all"
     assert any("captures other layers" in one["cause"] for one in low.served["causes"])
+    # An engine that exchanges embedding and state serves what that reading gives.
+    options = DraftDoctorOptions(draft=draft, target="t", answers=answers)
+    work = Examination(options, answering)
+    (patient,), _ = work._patients()
+    bench = work._bench([patient])
+    wrong = next(halves(patient.reading, work._scene()))
+    counts = bench.measure(wrong.reading).counts
+    accepted = tuple(40 * round(sum(at)) for at in zip(*(one.accepted_K for one in counts), strict=True))
+    path = served(tmp_path, 40 * round(sum(one.rounds for one in counts)), accepted)
+    alike = examined(draft, answering, answers, served=str(path))
+    assert alike.verdict == "engine" and alike.served is not None
+    assert any(wrong.what in one["cause"] for one in alike.served["alike"]), alike.served["alike"]
 
 
 def test_what_cannot_be_examined_is_one_line(trained_drafts: Trained, answering: Target, tmp_path: Path) -> None:
@@ -204,6 +218,46 @@ def test_files_of_strangers_are_looked_at_without_a_defect(
     for tau in ("NaN", "Infinity", "-1", "9" * 400):
         (place / "serve.json").write_text(f'{{"tau": {tau}, "plan": {{"draft_tokens": 3, "chain_tokens": 3}}}}')
         assert "tau" not in work._expected()[0]
+
+
+PLAIN, STRANGE = "{{ messages[0].content }}", "QQQQQQ" * 10 + "{{ messages[0].content[6] }}"
+"""Templates of prompts as in training, and of prompts after which the target says what the draft has not learned."""
+THINKING = f"{{% if enable_thinking | default(true) %}}{STRANGE}{{% else %}}{PLAIN}{{% endif %}}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("served", "own", "cause"),
+    [
+        (THINKING, None, ("thinking on or off", "enable_thinking false in the prompts' template")),
+        (STRANGE, PLAIN, ("another template", "the template that lies beside the draft")),
+        (STRANGE, None, ("another template", "prompts without a chat template")),
+        (PLAIN, STRANGE, None),
+    ],
+)
+def test_the_form_of_prompts_that_a_draft_was_trained_on_is_found(
+    served: str,
+    own: str | None,
+    cause: tuple[str, str] | None,
+    trained_drafts: Trained,
+    answering: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place, log = tmp_path / "head", tmp_path / "log.jsonl"
+    shutil.copytree(trained_drafts.draft_folders["eagle3-reduced"], place)
+    if own is not None:
+        (place / "chat_template.jinja").write_text(own)
+    asked = [[{"role": "user", "content": line[:28]}] for line in sentences(ANSWERS, 999).splitlines()]
+    log.write_text("\n".join(json.dumps({"messages": messages}) for messages in asked) + "\n")
+    monkeypatch.setattr(answering.tokenizer, "chat_template", served, raising=False)
+    # The tiny target soon says what the draft knows, so that it accepts 0.4 where others accept nothing.
+    monkeypatch.setitem(draft_doctor.FLOORS, "eagle3", 0.7)
+    found = examined(place, answering, log)
+    assert found.verdict == ("healthy" if cause is None else "fault")
+    assert [(one["hypothesis"], one["what"]) for one in found.causes] == ([] if cause is None else [cause])
+    assert cause is None or found.causes[0]["tau_after"] > 1.5 * found.causes[0]["tau_before"]
+    assert found.corrected is None and answering.tokenizer.chat_template == served
 
 
 @pytest.mark.parametrize("template", [b"\xff\xfe", b"{% for", b"{{ raise_exception('no') }}"])
