@@ -27,9 +27,18 @@ import pyarrow.parquet as pq
 
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError
-from ..storage import parse_json, size_text, size_unit
+from ..storage import size_text, size_unit
 from .logs.containers import CRI_LINE
-from .read_limits import LEAST_ROW_BYTES, USUAL, CountedStream, Limits, TooLargeError, memory_within, rows_within
+from .read_limits import (
+    LEAST_ROW_BYTES,
+    USUAL,
+    CountedStream,
+    Limits,
+    TooLargeError,
+    json_within,
+    memory_within,
+    rows_within,
+)
 
 _PACKED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
 _UNPACKING = (EOFError, OSError, zlib.error, lzma.LZMAError)
@@ -397,7 +406,7 @@ def _json_line(line: bytes, where: str) -> Any:
 def _json(data: bytes, where: str, rule: str = "") -> Any:
     text = _utf8(data, where)
     try:
-        return parse_json(text)
+        return json_within(text)
     except ValueError as error:
         # The message without the text that it would quote.
         reason = getattr(error, "msg", str(error))

@@ -5,6 +5,7 @@ to a megabyte or more, and a table may repeat one long text a million times.
 """
 
 import io
+import re
 import resource
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,11 +16,26 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import InputError
-from ..storage import size_text
+from ..storage import parse_json, size_text
 
 LONGEST_LINE_BYTES = 64 * 10**6
 LEAST_ROW_BYTES = 64
 """Bytes that a table's row counts with at least: a small file may hold any number of empty ones."""
+
+MOST_CONTAINERS = 1 << 20
+"""Objects and lists in one line, which take up to eighty times their text in memory."""
+_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+
+
+def json_within(text: str) -> Any:
+    """Parse JSON of a line. Raises ValueError, also for values that are too deep, or of more than MOST_CONTAINERS."""
+    if _containers(text) > MOST_CONTAINERS and _containers(_STRING.sub("", text)) > MOST_CONTAINERS:
+        raise ValueError(f"has more than {MOST_CONTAINERS:,} objects and lists")
+    return parse_json(text)
+
+
+def _containers(text: str) -> int:
+    return text.count("{") + text.count("[")
 
 
 class Limits(NamedTuple):

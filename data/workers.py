@@ -10,10 +10,11 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from types import ModuleType, TracebackType
 from typing import Any, Concatenate, TypeVar
 
@@ -121,8 +122,7 @@ def batched(units: Iterable[T]) -> Iterator[list[T]]:
         if unit is None:
             break
         batch.append(unit)
-        raw = getattr(unit, "raw", None)
-        size += len(raw) if isinstance(raw, bytes) else 0
+        size += _text_length(unit)
         if len(batch) == _BATCH_UNITS or size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0
@@ -130,6 +130,17 @@ def batched(units: Iterable[T]) -> Iterator[list[T]]:
         yield batch
     if failure is not None:
         raise failure
+
+
+def _text_length(unit: Any) -> int:
+    """Length of the texts in a unit: of a line, a table's row, or a request that is joined of lines."""
+    if isinstance(unit, str | bytes):
+        return len(unit)
+    if isinstance(unit, Mapping):
+        return sum(map(_text_length, unit.values()))
+    if isinstance(unit, tuple | list):
+        return sum(map(_text_length, unit))
+    return sum(map(_text_length, vars(unit).values())) if is_dataclass(unit) else 0
 
 
 def _result(future: Future[Sequence[R]]) -> Sequence[R]:

@@ -1,12 +1,11 @@
 """Log entries, and what the readers of all chat logs share: request bodies, encoded fields, labels."""
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from ...errors import InputError
-from ...storage import parse_json
+from ..read_limits import json_within
 from .parsing import Rendered, flag, literal, number
 
 Reason = Literal[
@@ -163,7 +162,7 @@ def decoded(value: Any) -> Any:
         if not isinstance(found, str) or found.lstrip()[:1] not in ("{", "[", '"'):
             break
         try:
-            found = parse_json(found)
+            found = json_within(found)
         except ValueError:
             found = _printed(found)
             break
@@ -179,10 +178,7 @@ def system_prompt(value: Any) -> Any:
 
 def _printed(text: str) -> Any:
     """Value of an object or array as Python prints it; None: the text is none, or holds what JSON cannot."""
-    try:
-        return json.loads(json.dumps(literal(text))) if text.rstrip()[-1:] in ("}", "]") else None
-    except (TypeError, ValueError, RecursionError):
-        return None
+    return literal(text) if text.rstrip()[-1:] in ("}", "]") else None
 
 
 def body_of(request: Mapping[str, Any]) -> dict[str, Any]:

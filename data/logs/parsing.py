@@ -13,6 +13,7 @@ user turn) stays part of its message.
 
 import ast
 import hashlib
+import json
 import math
 import re
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from datetime import UTC, datetime
 from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
+
+from ..read_limits import json_within
 
 _NO_THINKING = "<think>\n\n</think>\n\n"
 _OPEN_THINKING = "<think>\n"
@@ -193,12 +196,36 @@ def arguments(text: str) -> dict[str, str]:
     return fields(inside) if opened and name.strip().isidentifier() else {}
 
 
+# What Python prints otherwise than JSON: texts, names, keys that are numbers, tuples.
+_TEXT = r"""'[^'\\]*+(?:\\.[^'\\]*+)*+'|"[^"\\]*+(?:\\.[^"\\]*+)*+\""""
+_PRINTED = re.compile(
+    rf"""({_TEXT})|(?<![\w.])([A-Za-z_]\w*+)|(?<![\w.])(-?\d++)(?=\s*+:)|[(]|(?:,\s*+)?[)]|['"]""", re.DOTALL
+)
+_NAMES = {"None": "null", "True": "true", "False": "false"}
+
+
 def literal(text: str | None) -> Any:
-    """Evaluate a printed Python literal; None: it is none, such as the repr of an object or a cut text."""
+    """Evaluate a printed Python literal as far as JSON has such values, tuples as lists; None: it is none, such as the
+    repr of an object or a cut text.
+
+    Python's own parser would take five hundred times the text in memory.
+    """
     try:
-        return None if text is None else ast.literal_eval(text.strip())
-    except (SyntaxError, TypeError, ValueError, MemoryError, RecursionError):
+        return None if text is None else json_within(_PRINTED.sub(_in_json, text.strip()))
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
         return None
+
+
+def _in_json(token: re.Match[str]) -> str:
+    """A part of a printed literal as JSON writes it. Raises SyntaxError or ValueError for what JSON has not."""
+    text, name, key = token.groups()
+    if text is not None:
+        return json.dumps(ast.literal_eval(text) if "\\" in text else text[1:-1])
+    if name is not None and name in _NAMES:
+        return _NAMES[name]
+    if name is not None or token[0] in "'\"":
+        raise ValueError("a name, or a text that is not closed")
+    return f'"{key}"' if key is not None else "[" if token[0] == "(" else "]"
 
 
 def is_cut(text: str) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import InputError
-from ...storage import parse_json
+from ..read_limits import json_within
 from .chat import Entry, JoinedLines, LeftOut, Reason, Timing, count, line_of
 from .containers import ContainerLines
 from .parsing import arguments, fields, is_cut, literal, number, prompt_digest, seconds, unread_reason, unrender
@@ -94,7 +94,7 @@ def _event(value: str, where: str) -> tuple[str | None, float | None, Any, Any]:
     value = value[stamp.end() :] if stamp else value
     if value.lstrip().startswith("{"):
         try:
-            line = parse_json(value)
+            line = json_within(value)
         except ValueError:
             raise InputError(f"{where}: not valid JSON") from None
         event = line.get("event") if isinstance(line, dict) else None

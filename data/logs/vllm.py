@@ -10,12 +10,13 @@ Docker and Kubernetes. A text line has no year: it comes from the source's `year
 """
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from ...storage import parse_json
+from ..read_limits import LONGEST_LINE_BYTES, json_within
 from .chat import Entry, JoinedLines, Reason, Timing, line_of
 from .containers import ContainerLines, LogLine
 from .parsing import Rendered, arguments, fields, literal, seconds, unread_reason, unrender
@@ -32,6 +33,8 @@ _NO_TEXT = re.compile(r"\[tool_calls: .*\]|<streaming_complete: \d+ tokens>", re
 _LIMITS = re.compile(r"(?:, )?\b(?:max_tokens|seed)=[^,)]*")
 _PROCESS = re.compile(r"\(\w+ pid=\d+\) ")
 _MOST_WAITING = 4096  # a log without outputs never shows that a request ended
+_MOST_WAITING_BYTES = 16 * LONGEST_LINE_BYTES
+_MOST_OF_ONE_ID = 256  # each of them is looked at with every line of the id, which a client may choose
 _MOST_PARTED = 4  # requests of one id between whose two lines others may stand
 _MOST_BETWEEN = 5.0  # seconds between the two lines of a request, whose times may be whole seconds
 _LEAP_YEAR = 2000
@@ -56,12 +59,26 @@ class _Request:
     """Whether its lines came while another request of its id waited for one of its own, which may be one of these."""
     mixed: bool = False
     """Whether those have other settings."""
-    settings: str = ""
-    """Of the line that shows them, without the limit, which is what the prompt left where there was none."""
+    settings: int = 0
+    """Hash of the line that shows them, without the limit, which is what the prompt left where there was none."""
     answered: list[str] = field(default_factory=list)
     """Of the lines that show its answer."""
+    prompt: tuple[int, int] = (0, 0)
+    """Number of the lines above when the prompt in them was last looked for, and its hash."""
     ended: float | None = None
     left_out: Reason | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of its lines, in memory."""
+        return sum(map(sys.getsizeof, (*self.received, *self.answered)))
+
+    @property
+    def prompt_hash(self) -> int:
+        """Hash of the prompt that its lines show."""
+        if self.prompt[0] != len(self.received):
+            self.prompt = len(self.received), hash(self.shown().get("prompt"))
+        return self.prompt[1]
 
     @property
     def whole(self) -> bool:
@@ -112,7 +129,7 @@ class VllmReader:
         self._read: dict[str, tuple[str, Any, float | None, bool]] = {}
         """What stood before each server's last line, and the time that it gave: many lines share a second."""
         self._waiting: dict[tuple[str, str], list[_Request]] = {}
-        self._count = 0
+        self._count = self._bytes = 0
 
     def feed(self, value: str, where: str, server: str) -> Iterable[Entry | JoinedLines]:
         # Lines that are of no request, then the parts of one: its start and details, its failure or end, the answer.
@@ -161,21 +178,24 @@ class VllmReader:
             self._count += 1
         setattr(request, has, True)
         request.received.append(rest)
+        self._bytes += sys.getsizeof(rest)
         if has == "has_params":
-            request.settings = _LIMITS.sub("", rest)
+            request.settings = hash(_LIMITS.sub("", rest))
             request.has_details |= rest.startswith("prompt: ")  # older versions write one line
 
         # 2) Of several that wait for their second line nothing tells whose it is, unless all have the same settings.
         halves = [one for one in here[-_MOST_PARTED:] if one is request or (not one.whole and _at_once(one, new))]
-        parted = [one for one in here if one.parted or (len(halves) > 1 and one in halves)]
+        joined = {id(one) for one in halves} if len(halves) > 1 else set()
+        parted = [one for one in here if one.parted or id(one) in joined]
+        mixed = len({one.settings for one in parted if one.has_params}) > 1
         for one in parted:
-            one.parted = True
-            one.mixed = len({other.settings for other in parted if other.has_params}) > 1
+            one.parted, one.mixed = True, mixed
 
-        # 3) The oldest one is given up, without an end.
-        if self._count > _MOST_WAITING:
-            oldest = next(iter(self._waiting))
-            yield self._take(oldest, 0)
+        # 3) The oldest ones are given up, without an end.
+        if len(waiting) > _MOST_OF_ONE_ID:
+            yield self._take((new.server, name), 0)
+        while self._count > _MOST_WAITING or (self._bytes > _MOST_WAITING_BYTES and self._count > 1):
+            yield self._take(next(iter(self._waiting)), 0)
 
     def _ended(self, where: str, server: str, name: str, failed: bool) -> Iterator[Entry | JoinedLines]:
         """End a request without an answer: the newest of those that failed, the oldest of those that were given up."""
@@ -208,8 +228,9 @@ class VllmReader:
         waiting = self._waiting[key]
         if only_ids:
             waiting[-1].answered.append(rest)
+            self._bytes += sys.getsizeof(rest)
             return
-        if len({one.shown().get("prompt") for one in waiting} if len(waiting) > 1 else ()) > 1:
+        if len({one.prompt_hash for one in waiting} if len(waiting) > 1 else ()) > 1:
             for one in self._waiting.pop(key):
                 self._waiting[server, f"{name} {len(self._waiting)} {where}"] = [one]
             yield Entry(where, left_out="answer without its request")
@@ -224,7 +245,7 @@ class VllmReader:
         """Remove one of the requests that wait under an id."""
         waiting = self._waiting[key]
         request = waiting.pop(index)
-        self._count -= 1
+        self._count, self._bytes = self._count - 1, self._bytes - request.size
         if not waiting:
             del self._waiting[key]
         return request
@@ -279,7 +300,7 @@ def _message(line: LogLine) -> tuple[str, Any]:
     """Text of a log line, and the time beside it: of a field if the line is JSON, else of the container's runtime."""
     if line.text.lstrip().startswith("{"):
         try:
-            values = parse_json(line.text)
+            values = json_within(line.text)
         except ValueError:
             values = None
         if isinstance(values, dict):

@@ -15,8 +15,8 @@ import pytest
 from forked import run
 from limited import under_limits
 
-from draftforge.data import files
-from draftforge.data.read_limits import Limits
+from draftforge.data import files, read_limits
+from draftforge.data.read_limits import Limits, json_within
 from draftforge.data.settings import MixSettings
 from draftforge.data.sources import read
 from draftforge.errors import InputError
@@ -132,6 +132,14 @@ def test_json_is_read_to_a_depth(tmp_path: Path) -> None:
         path.write_text(nested(depth))
         said = f"not valid JSON (nested deeper than {MOST_DEPTH} levels); must be one object a line"
         assert outcomes(path) == [f"{path}:1: {said}"]
+
+
+def test_json_of_a_line_has_so_many_objects_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_limits, "MOST_CONTAINERS", 3)
+    for text in ("[{}, []]", '["[[[[", {}, "\\"{{{{"]'):
+        assert json_within(text) == json.loads(text)
+    with pytest.raises(ValueError, match="has more than 3 objects and lists"):
+        json_within('[{}, [], ["a"]]')
 
 
 def test_what_is_over_a_limit_is_counted_where_the_source_skips_it(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ import pytest
 from made_logs import LINES, write_log
 
 from draftforge.data import workers
+from draftforge.data.files import Item
+from draftforge.data.logs.sglang import SglangReader
+from draftforge.data.logs.vllm import VllmReader
 from draftforge.data.mix import build_mix, load_manifest
 from draftforge.data.prepared_records import Prepared, Preparer, Unit
 from draftforge.data.record_outcomes import Outcome, SourceCounts
@@ -94,6 +97,9 @@ ENDLESS = """
 import itertools, sys
 from draftforge.data import workers
 from draftforge.data.files import Item
+from draftforge.data.logs.sglang import SglangReader
+from draftforge.data.logs.vllm import VllmReader
+from draftforge.data.files import Item
 from draftforge.data.prepared_records import Preparer
 from draftforge.data.settings import MixSettings
 workers._ALONE_BATCHES = 0
@@ -129,3 +135,18 @@ def test_nothing_is_left_of_a_run_that_was_stopped(number: signal.Signals, tmp_p
     assert (rest, run.returncode) == (("interrupted\n", 0) if number == signal.SIGINT else ("", -signal.SIGKILL))
     while any(Path(f"/proc/{process}").exists() for process in processes):
         time.sleep(0.05)
+
+
+def test_a_batch_has_so_many_bytes_of_lines_of_rows_and_of_joined_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_BATCH_BYTES", 1000)
+    vllm, text = VllmReader(None), "a" * 600
+    waiting = list(vllm.feed(f"INFO 11-28 10:00:00 Received request 1: prompt: '{text}'.", "", ""))
+    row = {"messages": [{"role": "user", "content": text}]}
+    for unit in (
+        Item(Path("log"), "", text.encode()),
+        Item(Path("log"), "", row),
+        *SglangReader().feed(text, "", ""),
+        *waiting,
+        *vllm.finish(),
+    ):
+        assert [len(batch) for batch in batched([unit] * 4)] == [2, 2]

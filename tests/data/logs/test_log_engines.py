@@ -13,6 +13,8 @@ from byte_level import byte_level_tokenizer
 from log_reading import SAMPLES, read_log, write_lines
 
 from draftforge.data.logged_prompts import PromptCheck
+from draftforge.data.logs import vllm
+from draftforge.data.logs.containers import ContainerLines
 from draftforge.data.logs.parsing import prompt_digest, unrender
 from draftforge.data.logs.vllm import VllmReader
 from draftforge.data.mix import build_mix, load_mix
@@ -193,6 +195,39 @@ def test_vllm_requests_that_never_end_do_not_pile_up(tmp_path: Path, monkeypatch
     # The first three were given up to make room: the answer to number 0 comes too late.
     assert [talk[0][1] for talk in read.talks] == ["0", "1", "2", "4", "3"]
     assert read.counts.left_out == {"answer without its request": 1, "joined with another line": 1}
+
+
+def test_vllm_requests_under_one_id_are_taken_apart_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client chooses the id of its requests, and may send all of them under one."""
+    parse, parsed = vllm.fields, list[str]()
+    monkeypatch.setattr(vllm, "fields", lambda text: parsed.append(text) or parse(text))
+    count = 40
+    lines = [received("one", f"INFO 11-28 10:{i:02}:00") for i in range(count)]
+    read = read_log(write_lines(tmp_path / "v.log", *lines, *[generated("one")] * count), "vllm")
+    assert len(read.talks) == count and len(parsed) <= 6 * count
+
+
+def test_vllm_requests_that_wait_are_few_of_one_id_and_few_in_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "_MOST_OF_ONE_ID", 2)
+    lines = [received("one", f"INFO 11-28 10:00:{10 * i}") for i in range(4)]
+    answers = [generated("one", "INFO 11-28 10:00:40")] * 4
+    assert read_log(write_lines(tmp_path / "v.log", *lines, *answers), "vllm").counts.left_out == {
+        "answer without its request": 2,
+        "joined with another line": 2,
+    }
+    monkeypatch.setattr(vllm, "_MOST_WAITING_BYTES", 2500)
+    lines = [received(str(i), prompt=CHATML.replace("Hi", "Hi" * 500)) for i in range(4)]
+    read = read_log(write_lines(tmp_path / "w.log", *lines, *map(generated, "0123")), "vllm")
+    assert read.counts.left_out == {"answer without its request": 2, "joined with another line": 2}
+
+
+def test_envelopes_of_streams_that_docker_has_not_are_none(tmp_path: Path) -> None:
+    """Pieces of a line wait for its end: of any number of streams they would fill the memory."""
+    lines = [json.dumps({"log": "x", "stream": f"s{i}"}) for i in range(3)]
+    reader = ContainerLines()
+    assert [found.text for line in lines if (found := reader.whole(line, "", ""))] == lines
 
 
 def started(name: str, prompt: str, when: str = "11-28 10:00:00", **params: Any) -> list[str]:
@@ -495,6 +530,7 @@ def test_sglang_lines_that_look_like_a_chat_request(tmp_path: Path, fields: dict
         ('{"event": "request.finished"', "not valid JSON"),
         ('{"event": "request.finished", "obj": "my secret"}', "obj is not an object"),
         ("Receive OpenAI: obj=<Request my secret>", "obj is not an object"),
+        ("Receive OpenAI: obj={'messages': [], 'user': b'my secret'}", "obj is not an object"),
         ('{"event": "request.received.openai", "obj": {"messages": []}}', "messages is empty"),
     ],
 )

@@ -1,5 +1,7 @@
 """Rendered prompts taken apart: what a template renders again gives the same text, and everything unsure is left."""
 
+import tracemalloc
+
 import jinja2
 import pytest
 from hypothesis import given
@@ -95,6 +97,28 @@ def test_printed_values_come_back(values: dict[str, object]) -> None:
     colons = ", ".join(f"{name}: {value!r}" for name, value in values.items())
     for parts in (fields(equals), fields(colons), arguments(f"Name({equals})")):
         assert {name: literal(part) for name, part in parts.items()} == values
+
+
+@pytest.mark.parametrize(
+    "text", ["b'x'", "{1}", "1j", "...", "0xff", "'a' 'b'", "nan", "(1", "'a", "1+1", "[" * 200 + "]" * 200, "f('x')"]
+)
+def test_what_json_has_not_is_no_literal(text: str) -> None:
+    assert literal(text) is None and literal(f"{{'a': {text}}}") is None
+
+
+def test_tuples_and_keys_that_are_numbers_are_read_as_json_has_them() -> None:
+    assert literal("{'a': (1, (), ('x',)), 7: -1.5e-05, -2: {}}") == {"a": [1, [], ["x"]], "7": -1.5e-05, "-2": {}}
+
+
+def test_printed_values_take_little_memory() -> None:
+    """Python's own parser takes 470 times such a text."""
+    text = f"[{'{0:0},' * 20_000}0]"
+    tracemalloc.start()
+    try:
+        assert literal(text) is not None
+        assert tracemalloc.get_traced_memory()[1] < 100 * len(text)
+    finally:
+        tracemalloc.stop()
 
 
 def test_objects_between_values_are_passed_over() -> None:
