@@ -17,8 +17,11 @@ from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 from mlflow.store.artifact.http_artifact_repo import HttpArtifactRepository
+from mlflow.store.artifact.mlflow_artifacts_repo import MlflowArtifactsRepository
 from mlflow.store.artifact.models_artifact_repo import REGISTERED_MODEL_META_FILE_NAME
+from mlflow.utils.file_utils import local_file_uri_to_path
 from mlflow.utils.rest_utils import augmented_raise_for_status, http_request
+from mlflow.utils.uri import append_to_uri_path
 
 from .. import storage
 from ..errors import FormatError, InputError, LostFilesError, MissingFileError, RegistryError
@@ -90,43 +93,72 @@ def _repository(tracking: Tracking, uri: str) -> ArtifactRepository:
     Who can write to a registry can name any address as a version's source: a file of this machine, or a host that only
     this machine reaches.
     """
-    try:
-        found, address = _resolved(tracking, uri)
-    except ValueError as error:  # such as `http://[`, which anybody may have registered
-        raise RegistryError(f"{masked(uri)}: its place is no address ({error})") from None
     client, settings = tracking.client, tracking.settings
     # 1) Where the store keeps its own: the experiment's place and those beside it; of a local database all, as it is
     #    its owner's. Those of experiments that a server made over it (`mlflow-artifacts:`) only that server opens.
     own = client.get_experiment(tracking.experiment_id)
     places = [str(own.artifact_location).rstrip("/").removesuffix(f"/{own.experiment_id}"), *settings.artifact_roots]
-    roots = {_resolved(tracking, place)[1] for place in places}
+    roots = {_address(tracking, place) for place in places}
     if urlsplit(tracking.uri).scheme.startswith("sqlite"):
         for one in client.search_experiments(view_type=ViewType.ALL):
             with suppress(MlflowException):
-                roots.add(_resolved(tracking, str(one.artifact_location))[1])
+                roots.add(_address(tracking, str(one.artifact_location)))
     # 2) Inside one of them: a file below the folder, another address on the same host or in the same bucket.
-    if not any(_is_below(address, root) for root in roots):
+    try:
+        address = _address(tracking, uri)
+        is_own = any(_is_below(address, root) for root in roots)
+    except ValueError as error:  # such as `http://[`, which anybody may have registered
+        raise RegistryError(f"{masked(uri)}: its place is no address ({error})") from None
+    if not is_own:
         raise RegistryError(
             f"{masked(uri)}: lies outside the store's own places ({masked(', '.join(sorted(roots)))}); "
             "nothing was copied; registry.artifact_roots names further ones that are to be trusted"
         )
-    return found
+    # 3) Only now is it opened: some stores connect at once, with the user's keys.
+    return get_artifact_repository(address, tracking_uri=tracking.uri)
 
 
-def _resolved(tracking: Tracking, uri: str) -> tuple[ArtifactRepository, str]:
-    """Repository of an artifact address, and the address that it leads to: `models:/` and `runs:/` name others."""
-    repository = get_artifact_repository(uri, tracking_uri=tracking.uri)
-    inner = getattr(repository, "repo", repository)
-    return repository, str(getattr(inner, "artifact_dir", inner.artifact_uri))
+def _address(tracking: Tracking, uri: str) -> str:
+    """The address that an artifact address leads to: `models:/` and `runs:/` name another one of this store, asked for
+    here, as MLflow would ask whichever store is its default; local folders are absolute paths.
+
+    Raises ValueError for one that names no place.
+    """
+    # 1) What a run, a logged model or a version of this store names, once.
+    parts, client = urlsplit(uri), tracking.client
+    if parts.scheme in ("runs", "models"):
+        kind, name, _, rest = parts.scheme, *parts.path.removeprefix("/").partition("/")
+        if parts.netloc or not name:
+            raise ValueError("must be of this store")
+        if kind == "runs":
+            found = str(client.get_run(name).info.artifact_uri)
+            uri = append_to_uri_path(found, rest) if rest else found  # type: ignore[no-untyped-call]
+        else:
+            found = client.get_model_version_download_uri(name, rest) if rest else _logged_model(tracking, name)
+            uri = str(found)
+        parts = urlsplit(uri)
+        if parts.scheme in ("runs", "models"):
+            raise ValueError(f"names {masked(uri)}, which names another one")
+    # 2) What serves it.
+    if parts.scheme == "mlflow-artifacts":
+        return str(MlflowArtifactsRepository.resolve_uri(uri, tracking.uri))  # type: ignore[no-untyped-call]
+    if parts.scheme in ("", "file"):
+        return str(Path(local_file_uri_to_path(uri)).absolute())  # type: ignore[no-untyped-call]
+    return uri
+
+
+def _logged_model(tracking: Tracking, name: str) -> str:
+    return str(tracking.client.get_logged_model(name).artifact_location)
 
 
 def _is_below(address: str, root: str) -> bool:
+    # A path of this disk may hold marks that mean something in an address.
+    if address.startswith("/") or root.startswith("/"):
+        is_plain = ".." not in Path(address).parts
+        return is_plain and root.startswith("/") and Path(address).resolve().is_relative_to(Path(root).resolve())
     inside, outside = urlsplit(address), urlsplit(root)
     if ".." in PurePosixPath(unquote(inside.path)).parts:
         return False
-    if {inside.scheme, outside.scheme} <= {"", "file"}:
-        places = [Path(unquote(one.path)).resolve() for one in (inside, outside)]
-        return places[0].is_relative_to(places[1])
     return bool(outside.netloc) and (inside.scheme, inside.netloc) == (outside.scheme, outside.netloc)
 
 
@@ -149,10 +181,9 @@ def download(tracking: Tracking, uri: str, files: Mapping[str, int], into: Path)
     try:
         with mlflow_errors(tracking.uri):
             repository = _repository(tracking, uri)
-            server = getattr(repository, "repo", repository)
             for name, size in files.items():
-                if isinstance(server, HttpArtifactRepository):
-                    _download_from_server(server, name, size, into / name)
+                if isinstance(repository, HttpArtifactRepository):
+                    _download_from_server(repository, name, size, into / name)
                 else:
                     repository.download_artifacts(name, dst_path=str(into))  # type: ignore[no-untyped-call]
         _check_arrived(uri, files, into)

@@ -42,9 +42,13 @@ KIND_TAG, MODEL_TRAINING = "mlflow.experimentKind", "custom_model_development"
 """Tag of an experiment, and its value by which MLflow's pages file it under model training and open its runs."""
 _DATABASE_PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _MOST_PAGES = 1000
+_YEAR_10000 = 253402300800000  # milliseconds
 MOST_RETRY_SECONDS, MOST_WAIT_SECONDS = 300.0, 30.0
 """How long after its first failure a request is sent again, and longest wait before that which a server may ask for."""
-_UNUSABLE = (ParseError, KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError)
+_UNUSABLE = (
+    *(ParseError, KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError),
+    *(OverflowError, SystemError),  # sizes without end; half a character in a message's name
+)
 """What MLflow's client raises where a reply is no reply of an MLflow server."""
 T = TypeVar("T")
 
@@ -187,11 +191,22 @@ def mlflow_errors(tracking_uri: str) -> Iterator[None]:
         if isinstance(error, OSError) and not isinstance(error, requests.RequestException):
             raise
         raise TrackingError(f"{where}: {_in_one_line(error, tracking_uri)}") from error
+    except ImportError as error:
+        raise TrackingError(f"{masked(tracking_uri)}: its artifacts need a library: {one_line(error)}") from error
     except _UNUSABLE as error:
         if isinstance(error, DraftforgeError) or not tracking_uri.startswith(("http://", "https://")):
             raise
         said = f"{type(error).__name__}: {one_line(error, clean=masked)}"
         raise TrackingError(f"{masked(tracking_uri)}: MLflow's reply is unusable ({said})") from error
+
+
+def whole_number(value: Any, what: str) -> int:
+    """A number of the store's: of a version, or a time in milliseconds. Raises RegistryError, naming `what`, for what
+    is none: a server may send anything."""
+    found = int(value) if re.fullmatch("[0-9]{1,15}", str(value)) else _YEAR_10000
+    if found >= _YEAR_10000:
+        raise RegistryError(f"{what}: {str(value)[:80]!r}: must be a number, of times below the year 10000")
+    return found
 
 
 def all_pages(tracking: Tracking, search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:

@@ -19,7 +19,7 @@ from ..errors import CorruptDataError, RegistryError
 from ..fingerprint import of_bytes, of_json, short
 from ..specdec.serving_plan import PLAN_FILE, ServingPlan, check_part_names
 from .artifacts import run_files
-from .connect import Tracking, mlflow_errors
+from .connect import Tracking, mlflow_errors, whole_number
 
 LINEAGE_TAG = "draftforge.lineage"
 CONTENT_TAG, DRAFT_TAG = "draftforge.content", "draftforge.draft"
@@ -108,7 +108,7 @@ class Version:
 
 def as_version(record: ModelVersion) -> Version:
     """Convert MLflow's record of a version. Raises RegistryError if draftforge did not register it."""
-    name, number = str(record.name), int(record.version)
+    name, number = str(record.name), whole_number(record.version, f"{record.name}: version")
     # The tag tells our versions from those of others in the same registry.
     text = (record.tags or {}).get(LINEAGE_TAG)
     if text is None:

@@ -22,10 +22,10 @@ from .champion_alias import (
     history,
     tag_number,
 )
-from .connect import Tracking, all_pages, mlflow_errors
+from .connect import Tracking, all_pages, mlflow_errors, whole_number
 from .gate import StoredDecision
 from .lineage import LINEAGE_TAG, Version, as_version
-from .versions import CANDIDATE, CHAMPION, PREVIOUS, targets
+from .versions import CANDIDATE, CHAMPION, PREVIOUS, aliases, targets
 
 _ORDER = (CHAMPION, CANDIDATE, PREVIOUS)
 
@@ -135,33 +135,38 @@ def listing(tracking: Tracking, target: str = "", with_decisions: bool = False) 
 
 
 def _versions(tracking: Tracking, name: str, run_names: dict[str, str], with_decisions: bool) -> list[ListedVersion]:
-    with mlflow_errors(tracking.uri):
-        known = tracking.client.get_registered_model(name).aliases
+    known = aliases(tracking, name)
     search = partial(tracking.client.search_model_versions, f"name = '{name}'", 200, None)
     # Versions of others under the same name have no lineage and are not listed.
     ours = [record for record in all_pages(tracking, search) if LINEAGE_TAG in (record.tags or {})]
-    ours.sort(key=lambda record: -int(record.version))
-    return [_listed(tracking, record, known, run_names, with_decisions) for record in ours]
+    found = [(as_version(record), record) for record in ours]
+    found.sort(key=lambda one: -one[0].number)
+    return [_listed(tracking, version, record, known, run_names, with_decisions) for version, record in found]
 
 
 def _listed(
-    tracking: Tracking, record: ModelVersion, known: dict[str, Any], run_names: dict[str, str], with_decisions: bool
+    tracking: Tracking,
+    version: Version,
+    record: ModelVersion,
+    known: dict[str, int],
+    run_names: dict[str, str],
+    with_decisions: bool,
 ) -> ListedVersion:
     # Several versions share a run: ask for its name once.
-    version, tags = as_version(record), record.tags or {}
-    lineage = version.lineage
+    lineage, tags = version.lineage, record.tags or {}
+    made = whole_number(record.creation_timestamp, f"{version.reference}: its time")
     if version.run_id not in run_names:
         run_names[version.run_id] = _run_name(tracking, version.run_id)
     return ListedVersion(
         reference=version.reference,
-        aliases=sorted(alias for alias, number in known.items() if int(number) == version.number),
+        aliases=sorted(alias for alias, number in known.items() if number == version.number),
         draft=short(lineage.draft),
         family=lineage.family,
         step=lineage.step,
         plan="" if lineage.plan is None else str(lineage.plan),
         tau=tag_number(tags.get(TAU_TAG)),
         speedup=tag_number(tags.get(SPEEDUP_TAG)),
-        registered=datetime.fromtimestamp(int(record.creation_timestamp) / 1000, UTC),
+        registered=datetime.fromtimestamp(made / 1000, UTC),
         run=version.run_id,
         run_name=run_names[version.run_id],
         recipe=short(lineage.recipe_fingerprint),

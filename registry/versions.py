@@ -23,7 +23,7 @@ from ..masking import masked
 from ..progress import say
 from ..specdec.target_settings import TargetSettings
 from .artifacts import difference, download, download_verified, file_digests, stored_files
-from .connect import Tracking, all_pages, mlflow_errors
+from .connect import Tracking, all_pages, mlflow_errors, whole_number
 from .lineage import (
     CLUSTERS_NAME,
     CONTENT_TAG,
@@ -222,7 +222,7 @@ def aliases(tracking: Tracking, name: str) -> dict[str, int]:
             found = tracking.client.get_registered_model(name).aliases
     except RegistryError:
         return {}
-    return {alias: int(number) for alias, number in found.items()}
+    return {alias: whole_number(number, f"{name}@{alias}: version") for alias, number in found.items()}
 
 
 def champion(tracking: Tracking, target_fingerprint: str) -> Version | None:
@@ -253,8 +253,8 @@ def targets(tracking: Tracking) -> list[TargetEntry]:
     for model in all_pages(tracking, search):
         if fingerprint := model.tags.get(TARGET_TAG):  # models without our tag belong to others
             number = model.aliases.get(CHAMPION)
-            named = model.tags.get(TARGET_NAME_TAG, "")
-            entries.append(TargetEntry(model.name, fingerprint, named, int(number) if number else None))
+            version = whole_number(number, f"{model.name}@{CHAMPION}: version") if number else None
+            entries.append(TargetEntry(model.name, fingerprint, model.tags.get(TARGET_NAME_TAG, ""), version))
     return sorted(entries)
 
 
@@ -305,7 +305,8 @@ def latest_champion(tracking: Tracking) -> Version | None:
         if entry.champion is not None:
             with mlflow_errors(tracking.uri):
                 record = tracking.client.get_model_version(entry.name, str(entry.champion))
-            found.append((int(record.creation_timestamp), f"{entry.name}/{entry.champion}"))
+            made = whole_number(record.creation_timestamp, f"{entry.name}/{entry.champion}: its time")
+            found.append((made, f"{entry.name}/{entry.champion}"))
     return get_version(tracking, max(found)[1]) if found else None
 
 
@@ -356,7 +357,7 @@ def _aliased(tracking: Tracking, name: str, alias: str) -> int:
     if alias not in known:
         listed = ", ".join(sorted(known)) or "none"
         raise RegistryError(f"models:/{name}@{alias}: no such alias; {name} has: {listed}")
-    return int(known[alias])
+    return whole_number(known[alias], f"{name}@{alias}: version")
 
 
 def _download_foreign(tracking: Tracking, source: str, into: Path) -> None:

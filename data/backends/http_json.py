@@ -123,7 +123,7 @@ class JsonServer:
         # An error of ours is a verdict of `read` (such as a setting to change); only malformed replies are tried again.
         except DraftforgeError:
             raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _RetryableError(f"unusable reply ({type(error).__name__}: {one_line(error, 150)})") from None
 
     def _session(self) -> requests.Session:

@@ -153,6 +153,9 @@ def test_a_server_that_fails_or_goes_elsewhere_is_one_line(served: tuple[Served,
     state.replies["/v1/completions"] = 200, json.dumps({"choices": [{"token_ids": [1]}]})
     with pytest.raises(EngineError, match=f"{where}: unusable reply .*1 tokens, 2 were asked for"):
         client.answer([1], 2)
+    state.replies["/v1/completions"] = 200, json.dumps({"choices": []})
+    with pytest.raises(EngineError, match=f"{where}: unusable reply .*list index out of range"):
+        client.answer([1], 2)
     assert VllmClient("f", url, model="m").model == "m"
     for odd in ("", "\ud800", "\n", "a" * 513, {"a": 1}):
         state.replies["/version"] = 200, json.dumps({"version": odd})

@@ -335,7 +335,16 @@ def test_folders_without_end_are_refused(several: int) -> None:
         _walk(Repository())  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("error", [ParseError("no such\nfield"), TypeError("'int' object"), KeyError("files")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ParseError("no such\nfield"),
+        TypeError("'int' object"),
+        KeyError("files"),
+        OverflowError("inf"),
+        SystemError("get"),
+    ],
+)
 def test_a_reply_that_is_none_of_mlflows_is_one_line(error: Exception) -> None:
     said = rf"^http://h: MLflow's reply is unusable \({type(error).__name__}: "
     with pytest.raises(TrackingError, match=said), mlflow_errors("http://h"):
@@ -344,6 +353,12 @@ def test_a_reply_that_is_none_of_mlflows_is_one_line(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, mlflow_errors("sqlite:///x.db"):
         raise error
     assert raised.value is error
+
+
+def test_a_library_that_artifacts_need_is_named() -> None:
+    said = r"^http://h: its artifacts need a library: No module named 'azure'"
+    with pytest.raises(TrackingError, match=said), mlflow_errors("http://h"):
+        raise ModuleNotFoundError("No module named 'azure'")
 
 
 class _Failing(BaseHTTPRequestHandler):

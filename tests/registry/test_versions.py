@@ -31,7 +31,7 @@ from draftforge.errors import (
 from draftforge.fingerprint import of_file
 from draftforge.registry import artifacts, versions
 from draftforge.registry.champion_alias import move_champion
-from draftforge.registry.connect import Tracking
+from draftforge.registry.connect import Tracking, whole_number
 from draftforge.registry.lineage import LINEAGE_TAG, Lineage, Version
 from draftforge.registry.versions import (
     CANDIDATE,
@@ -403,6 +403,8 @@ def test_foreign_pickles_and_empty_models(tracking: Tracking, tmp_path: Path) ->
         "file://{own}/../../place",
         "http://127.0.0.1:9/x",
         "mlflow-artifacts://h/1",
+        "{own}/x?y/../../place",
+        *("gs://b/x", "sftp://127.0.0.1:9/x", "r2://b@a/x", "b2://b/x", "abfss://c@a.dfs.core.windows.net/x"),
     ],
 )
 def test_a_source_outside_the_store_is_refused_before_a_byte_is_copied(
@@ -416,6 +418,7 @@ def test_a_source_outside_the_store_is_refused_before_a_byte_is_copied(
     uri, models = f"models:/{name}/{record.version}", tmp_path / "models"
     with monkeypatch.context() as patch:
         patch.setattr(artifacts, "_walk", lambda *_: pytest.fail("was looked into"))
+        patch.setattr(artifacts, "get_artifact_repository", lambda *_, **__: pytest.fail("was opened"))
         with pytest.raises(DraftforgeError, match=r"outside the store's own places|must be a valid http"):
             resolve_models_uri(tracking, uri, models)
     assert not models.is_dir() or list(models.iterdir()) == []
@@ -423,6 +426,33 @@ def test_a_source_outside_the_store_is_refused_before_a_byte_is_copied(
         settings = tracking.settings.model_copy(update={"artifact_roots": [str(tmp_path)]})
         trusting = dataclasses.replace(tracking, settings=settings)
         assert (resolve_models_uri(trusting, uri, models) / "config.json").is_file()
+
+
+def test_a_source_that_names_a_version_is_of_the_same_store(
+    tracking: Tracking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow would ask its default store, and make one in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    uri = foreign(tracking, {"config.json": "{}"})
+    assert list(artifacts.stored_files(tracking, uri)) == ["config.json"]
+    run = tracking.client.get_model_version(*uri.removeprefix("models:/").split("/")).run_id
+    assert list(artifacts.stored_files(tracking, f"runs:/{run}/model")) == ["config.json"]
+    for other in (
+        "models://profile@databricks/a/1",
+        f"runs://profile@databricks/{run}/model",
+        "models:/",
+        "models:/a/1",
+    ):
+        with pytest.raises(DraftforgeError):
+            artifacts.stored_files(tracking, other)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", ["", "x", "-1", "1.0", "1e3", "²", "9" * 5000, "253402300800000", None])
+def test_a_number_of_the_store_that_is_none_is_named(number: Any) -> None:
+    with pytest.raises(RegistryError, match=r"^m@champion: version: .{0,90}: must be a number"):
+        whole_number(number, "m@champion: version")
+    assert whole_number("17", "") == whole_number(17, "") == 17
 
 
 def test_a_file_of_another_size_is_refused_and_removed(tracking: Tracking, crowned: Version, tmp_path: Path) -> None:

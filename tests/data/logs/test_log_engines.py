@@ -199,9 +199,13 @@ def test_vllm_requests_that_never_end_do_not_pile_up(tmp_path: Path, monkeypatch
 
 def test_vllm_requests_under_one_id_are_taken_apart_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client chooses the id of its requests, and may send all of them under one."""
-    parse, parsed = vllm.fields, list[str]()
-    monkeypatch.setattr(vllm, "fields", lambda text: parsed.append(text) or parse(text))
-    count = 40
+    parse, parsed, count = vllm.fields, list[str](), 40
+
+    def counted(text: str) -> dict[str, str]:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(vllm, "fields", counted)
     lines = [received("one", f"INFO 11-28 10:{i:02}:00") for i in range(count)]
     read = read_log(write_lines(tmp_path / "v.log", *lines, *[generated("one")] * count), "vllm")
     assert len(read.talks) == count and len(parsed) <= 6 * count
