@@ -30,11 +30,11 @@ from ..errors import InputError, MissingFileError
 from ..storage import size_text, size_unit
 from .logs.containers import CRI_LINE
 from .read_limits import (
-    LEAST_ROW_BYTES,
     USUAL,
     CountedStream,
     Limits,
     TooLargeError,
+    check_table_size,
     json_within,
     memory_within,
     rows_within,
@@ -561,7 +561,7 @@ def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
     try:
         with memory_within(file.path, file.limits):
             found = pq.ParquetFile(file.stream).metadata
-            _check_parquet_size(file, found)
+            check_table_size(file.path, found, file.limits)
             # Text stays in its dictionary until a row is made of it: a small file may repeat a long text a million
             # times. Inside lists Arrow does so only where a whole part of the file has one dictionary, so of those
             # fewer rows are read at a time.
@@ -589,15 +589,6 @@ def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
 
 
 _TEXT = "BYTE_ARRAY"
-
-
-def _check_parquet_size(file: _Open, found: pq.FileMetaData) -> None:
-    """Raise TooLargeError for a table whose content, as its own metadata says, is over the limit."""
-    size = sum(found.row_group(number).total_byte_size for number in range(found.num_row_groups))
-    if max(size, found.num_rows * LEAST_ROW_BYTES) > file.limits.unpacked_bytes:
-        raise TooLargeError(
-            f"{file.path}: {found.num_rows} rows, {size_text(size)}: more than read_limits.unpacked_gigabytes allows"
-        )
 
 
 def without_none(value: Any, where: str = "") -> Any:

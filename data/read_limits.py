@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from ..errors import InputError
 from ..storage import parse_json, size_text
@@ -107,6 +108,15 @@ def memory_within(path: Path, limits: Limits) -> Iterator[None]:
         ) from None
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def check_table_size(path: Path, found: pq.FileMetaData, limits: Limits) -> None:
+    """Raise TooLargeError for a Parquet file whose content, as its own metadata says, is over the limit."""
+    size = sum(found.row_group(number).total_byte_size for number in range(found.num_row_groups))
+    if max(size, found.num_rows * LEAST_ROW_BYTES) > limits.unpacked_bytes:
+        raise TooLargeError(
+            f"{path}: {found.num_rows} rows, {size_text(size)}: more than read_limits.unpacked_gigabytes allows"
+        )
 
 
 def rows_within(batch: pa.RecordBatch, longest: int) -> Iterator[dict[str, Any] | int | None]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from log_reading import SAMPLES
 
 from draftforge.data.concurrency import Traffic, measure_concurrency
+from draftforge.data.logs.containers import ContainerLines
 from draftforge.data.logs.parsing import fields
 from draftforge.data.logs.readers import FORMATS
 from draftforge.data.record_outcomes import SourceCounts
@@ -157,3 +158,10 @@ def test_a_printed_line_that_is_never_closed_takes_no_hours(text: str) -> None:
 def test_a_string_that_is_never_closed_is_no_string() -> None:
     assert fields("a='x, b=1, c=\"y, z\", d='\\', e=2") == {"a": "'x, b=1, c=\"y, z\", d='\\'", "e": "2"}
     assert fields("a=\"x, b='y, z', c=1") == {"a": '"x', "b": "'y, z'", "c": "1"}
+
+
+def test_envelopes_of_streams_that_docker_has_not_are_none() -> None:
+    """Pieces of a line wait for its end: of any number of streams they would fill the memory."""
+    lines = [json.dumps({"log": "x", "stream": f"s{i}"}) for i in range(3)]
+    reader = ContainerLines()
+    assert [found.text for line in lines if (found := reader.whole(line, "", ""))] == lines

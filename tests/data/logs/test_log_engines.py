@@ -14,7 +14,6 @@ from log_reading import SAMPLES, read_log, write_lines
 
 from draftforge.data.logged_prompts import PromptCheck
 from draftforge.data.logs import vllm
-from draftforge.data.logs.containers import ContainerLines
 from draftforge.data.logs.parsing import prompt_digest, unrender
 from draftforge.data.logs.vllm import VllmReader
 from draftforge.data.mix import build_mix, load_mix
@@ -206,8 +205,8 @@ def test_vllm_requests_under_one_id_are_taken_apart_once(tmp_path: Path, monkeyp
         return parse(text)
 
     monkeypatch.setattr(vllm, "fields", counted)
-    lines = [received("one", f"INFO 11-28 10:{i:02}:00") for i in range(count)]
-    read = read_log(write_lines(tmp_path / "v.log", *lines, *[generated("one")] * count), "vllm")
+    lines = [*(received("one", f"INFO 11-28 10:{i:02}:00") for i in range(count)), *[generated("one")] * count]
+    read = read_log(write_lines(tmp_path / "v.log", *lines), "vllm")
     assert len(read.talks) == count and len(parsed) <= 6 * count
 
 
@@ -215,23 +214,12 @@ def test_vllm_requests_that_wait_are_few_of_one_id_and_few_in_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm, "_MOST_OF_ONE_ID", 2)
-    lines = [received("one", f"INFO 11-28 10:00:{10 * i}") for i in range(4)]
-    answers = [generated("one", "INFO 11-28 10:00:40")] * 4
-    assert read_log(write_lines(tmp_path / "v.log", *lines, *answers), "vllm").counts.left_out == {
-        "answer without its request": 2,
-        "joined with another line": 2,
-    }
+    counted = {"answer without its request": 2, "joined with another line": 2}
+    lines = [*(received("one", f"INFO 11-28 10:00:{10 * i}") for i in range(4)), *[generated("one")] * 4]
+    assert read_log(write_lines(tmp_path / "v.log", *lines), "vllm").counts.left_out == counted
     monkeypatch.setattr(vllm, "_MOST_WAITING_BYTES", 2500)
-    lines = [received(str(i), prompt=CHATML.replace("Hi", "Hi" * 500)) for i in range(4)]
-    read = read_log(write_lines(tmp_path / "w.log", *lines, *map(generated, "0123")), "vllm")
-    assert read.counts.left_out == {"answer without its request": 2, "joined with another line": 2}
-
-
-def test_envelopes_of_streams_that_docker_has_not_are_none(tmp_path: Path) -> None:
-    """Pieces of a line wait for its end: of any number of streams they would fill the memory."""
-    lines = [json.dumps({"log": "x", "stream": f"s{i}"}) for i in range(3)]
-    reader = ContainerLines()
-    assert [found.text for line in lines if (found := reader.whole(line, "", ""))] == lines
+    lines = [*(received(str(i), prompt=CHATML.replace("Hi", "Hi" * 500)) for i in range(4)), *map(generated, "0123")]
+    assert read_log(write_lines(tmp_path / "w.log", *lines), "vllm").counts.left_out == counted
 
 
 def started(name: str, prompt: str, when: str = "11-28 10:00:00", **params: Any) -> list[str]:
