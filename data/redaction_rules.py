@@ -271,6 +271,14 @@ _HOST = _pattern(
     ))(?![\w(-]|\.\w)"""
 )
 
+_STANDARDS = frozenset(("json-schema.org", "www.w3.org"))
+"""Hosts in the names of formats, which schemas of tools and markup hold."""
+
+
+def _host(found: str, text: str, start: int) -> Span | None:
+    return None if found in _STANDARDS else (0, len(found))
+
+
 # Phone numbers: international, with an area code in brackets, North American, French, German and the like.
 _PHONE_ABROAD = _ascii_pattern(
     r"""(?P<value>[+0](?<=(?<![.<+/-])(?:(?<![^\W\d])\+|(?<!\w)0(?=0[ 1-9])))(?:(?<=0)0)?
@@ -412,6 +420,6 @@ _RULES = (
     Rule("iban", _IBAN, _iban, digit=True),
     Rule("card", _CARD, _card, digit=True),
     Rule("ip", _IP, _ip, (".", ":"), digit=True),
-    Rule("host", _URL_HOST, needs=("://",), small=True),
-    Rule("host", _HOST, needs=tuple(f".{ending}" for ending in (*_ENDINGS, *_LONGER_ENDINGS)), small=True),
+    Rule("host", _URL_HOST, _host, needs=("://",), small=True),
+    Rule("host", _HOST, _host, needs=tuple(f".{ending}" for ending in (*_ENDINGS, *_LONGER_ENDINGS)), small=True),
 )

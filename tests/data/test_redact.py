@@ -52,6 +52,9 @@ def redacted(text: str) -> tuple[str, dict[str, int]]:
         ("ssh 192.168.0.17 now", "ssh <ip> now"),
         ("[2001:db8::8a2e:370:7334]", "[<ip>]"),
         ("https://intra.acme.com:8080/a?b=1", "https://<host>:8080/a?b=1"),
+        # Names of formats, not hosts inside of them.
+        ('"http://json-schema.org/draft-07/schema#"', '"http://json-schema.org/draft-07/schema#"'),
+        ("www.w3.org/2000/svg, https://build.json-schema.org/x", "www.w3.org/2000/svg, https://<host>/x"),
         ("postgres://bob:pw@db/x", "postgres://<key>@<host>/x"),
         ("look at build7.acme.internal and www.acme.co.uk.", "look at <host> and <host>."),
         # Digits, spaces and signs of other scripts.
