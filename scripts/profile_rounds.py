@@ -5,8 +5,9 @@
 
 Target and drafts are of these shapes and have random weights, as times do not depend on what they say; FOLDER needs
 its config alone. K = 4, T = 0. Milliseconds are the median of the rounds, their tenth and ninetieth percentile beside
-it; later rounds are traced. `outside` is what no graph launched. On a CPU the operations of a round are counted, those
-within another one left out, and drafting is `outside`.
+it; later rounds are traced. Where drafts are accepted, texts grow by up to five tokens a round. `outside` is what no
+graph launched. On a CPU the operations of a round are counted, those within another one left out, and drafting is
+`outside`.
 """
 
 import cProfile
@@ -38,11 +39,12 @@ from draftforge.specdec.kernels.fused import can_fuse, fuse
 from draftforge.specdec.loading import refused
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers.base import Proposer
+from draftforge.specdec.proposers.cascade import CascadeProposer, LookupHelper
 from draftforge.specdec.proposers.dynamic_tree import DynamicProposer
 from draftforge.specdec.proposers.factory import make_drafter, make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.static_tree import StaticProposer
-from draftforge.specdec.proposers.suffix import SuffixProposer
+from draftforge.specdec.proposers.training_free import TRAINING_FREE
 from draftforge.specdec.proposers.tree_shape import TreeShape
 from draftforge.specdec.requests import DecodeRun, Request
 from draftforge.specdec.sampling_settings import SamplingSettings
@@ -88,6 +90,9 @@ class Way(StrEnum):
     SMALL = "small"
     LOOKUP = "lookup"
     SUFFIX = "suffix"
+    LOOKAHEAD = "lookahead"
+    JACOBI = "jacobi"
+    CASCADE = "cascade"
 
 
 class Models:
@@ -109,8 +114,10 @@ class Models:
                 return None
             case Way.LOOKUP:
                 return PromptLookup()
-            case Way.SUFFIX:
-                return SuffixProposer()
+            case Way.SUFFIX | Way.LOOKAHEAD | Way.JACOBI:
+                return TRAINING_FREE[way](self.target)
+            case Way.CASCADE:
+                return CascadeProposer(self._small, LookupHelper())
             case Way.SMALL:
                 return make_proposer(self._small, self.target)
             case Way.EAGLE3:
@@ -124,7 +131,7 @@ class Models:
     def requests(self, way: Way, batch: int, context: int, rounds: int) -> list[Request]:
         """As many, which go on for so many rounds whatever is accepted."""
         ids = torch.randint(self.target.vocab_size, (context,), device="cpu").tolist()
-        if way in (Way.LOOKUP, Way.SUFFIX):
+        if way in (Way.LOOKUP, Way.SUFFIX, Way.CASCADE):
             ids = (ids[:_REPEATED] * (1 + context // _REPEATED))[:context]
         tokens = 1 + rounds * (K + 1)
         return [Request(ids, SamplingSettings(), seed, tokens) for seed in range(batch)]
@@ -248,6 +255,8 @@ def show_times(models: Models, way: Way, batch: int, context: int, rounds: int) 
     low, high = took[rounds // 10], took[rounds * 9 // 10]
     median = statistics.median(took)
     print(f"batch {batch}, {way}, {nodes} nodes: {median:.3f} ms a round [{low:.3f}, {high:.3f}]", flush=True)
+    if isinstance(proposer, CascadeProposer):
+        print(f"  passes of the draft: {proposer.passes} instead of {proposer.passes_alone}")
     return steps
 
 

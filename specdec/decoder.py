@@ -12,7 +12,9 @@ Counting: the prefill and the token it yields are no round; drafts are clipped t
 after a stop are neither emitted nor accepted.
 
 On a GPU each part of a round is a CUDA graph, and the host waits once, to read the verdict. Rounds are as wide there as
-their graphs: what stands past the active slots is free and says nothing.
+their graphs: what stands past the active slots is free and says nothing. Where no part needs the host, the next round
+is launched before the verdict of this one is read, so that the device never waits: what a stopped slot says in that
+round is dropped.
 """
 
 import time
@@ -31,7 +33,7 @@ from .cuda_graphs import Replays, Shapes, read_back, running, send
 from .kv_cache import KVCache
 from .memory_fit import takes_graphs
 from .models import States
-from .proposers.base import Ask, Draft, ObservesTargetArgmax, Texts
+from .proposers.base import Ask, Draft, DraftsInSteps, ObservesTargetArgmax, Texts
 from .proposers.logits import likeliest, pick_states, process_rows
 from .requests import DecodeRun, Generation, Request, Round, until_stop
 from .sampling import Purpose
@@ -54,6 +56,7 @@ class _Slot:
     generation: Generation
     started: float
     stopped: bool = False
+    unread: int = 0  # rounds that are launched, and whose verdict the host has not read
 
     @property
     def remaining(self) -> int:
@@ -100,6 +103,15 @@ class _Judged(NamedTuple):
     best_BM: Tensor | None  # for a proposer that hears it: the likeliest token after each row
 
 
+class _Launched(NamedTuple):
+    """Round that is launched, and whose verdict the host has not read."""
+
+    slots: list[_Slot]  # of its rows, whatever moves later
+    nodes: int
+    judged: _Judged
+    read: Callable[[], Tensor]
+
+
 class _Decoder:
     """Decoder of one run: its slots, the target's cache, and the queue of waiting requests."""
 
@@ -122,6 +134,9 @@ class _Decoder:
         fixed = takes_graphs(target)
         self.shapes = Shapes(self.batch_size, longest, fixed)
         self.replays = Replays(fixed and target.device.type == "cuda")
+        # A timer takes one round at a time.
+        on_device = proposer is None or not proposer.needs_host_sync
+        self.runs_ahead, self.ahead = fixed and on_device and self.timer is None, list[_Launched]()
         slots = self.batch_size + fixed  # one more takes what padding writes
         # Caches and tables of target and proposer have the same slots.
         self.cache = KVCache(slots, longest + self.nodes, target.device)
@@ -135,41 +150,65 @@ class _Decoder:
             with running(self.target.device):
                 self._round()
             yield [*self._retire(), *self._refill()]
+        # What runs behind the last answer reads memory that is about to go.
+        for launched in self.ahead:
+            launched.read()
 
     def _round(self) -> None:
-        """One round of all active slots."""
-        mark = self.timer.mark if self.timer is not None else lambda: None
+        """One round of all active slots: the one that was launched ahead, if any. Launches the next one ahead."""
+        launched = self.ahead.pop() if self.ahead else self._launch()
+        # A slot is sure to end with its budget; whether a stop ends it only its verdict tells.
+        if self.runs_ahead and any(slot.remaining > slot.unread for slot in self.slots):
+            self.ahead.append(self._launch())
+        self._finish(launched)
+
+    def _launch(self) -> _Launched:
+        """Start a round of all active slots on the device."""
         if self.timer is not None:
             self.timer.start()
         # 1) Draft a tree a slot, from q where the rule draws.
         rows = self.shapes.rows(len(self.slots))
         sampling = self._sampling(rows)
         draft = self._draft(rows, sampling)
-        mark()
+        self._mark()
         # 2) One target pass gives p after the last token and after every node.
         nodes = draft.tree.tokens_BN.shape[1]
         shape = (rows, nodes, draft.tree.depth, draft.chain)
         states, logits_BMV = self.replays.run(("target", *shape), self._target_pass, draft)
-        mark()
+        self._mark()
         # 3) The rule keeps a path and adds a token; the verdict starts on its way to the host.
         judged = self._by_setting(("judge", *shape), sampling, self._judge, draft, logits_BMV, states)
         read = read_back(judged.read_BX)
-        if self.listener is not None and judged.best_BM is not None:
-            self.listener.observe_target_argmax(judged.best_BM)
         # 4) The proposer learns what was emitted: on the device while the host waits for the verdict, or after that.
         if self.proposer is not None and not self.proposer.needs_host_sync:
-            mark()
-            self.replays.run(("observe", *shape), self.proposer.observe, judged.new, judged.states)
-            mark()
-            self._emit(read())
-        else:
-            emitted = self._emit(read())
-            mark()
+            self._mark()
+            self.replays.run(("observe", *shape), self._observe, judged.new, judged.states, judged.best_BM)
+            self._mark()
+        for slot in self.slots:
+            slot.unread += 1
+        return _Launched(list(self.slots), nodes, judged, read)
+
+    def _finish(self, launched: _Launched) -> None:
+        """Wait for a round's verdict, and note it."""
+        emitted = self._emit(launched.slots, launched.read())
+        if self.proposer is None or self.proposer.needs_host_sync:
+            self._mark()
+            judged = launched.judged
             if self.proposer is not None:
-                self.proposer.observe(judged.new._replace(known=emitted), judged.states)
-            mark()
+                self._observe(judged.new._replace(known=emitted), judged.states, judged.best_BM)
+            self._mark()
         if self.timer is not None:
-            self.timer.end(nodes, len(self.slots))
+            self.timer.end(launched.nodes, len(launched.slots))
+
+    def _observe(self, new: Texts, states: States, best_BM: Tensor | None) -> None:
+        assert self.proposer is not None
+        if self.listener is not None and best_BM is not None:
+            self.listener.observe_target_argmax(best_BM)
+        self.proposer.observe(new, states)
+
+    def _mark(self) -> None:
+        if self.timer is not None:
+            self.timer.mark()
 
     def _by_setting(
         self, name: tuple[object, ...], sampling: list[SamplingSettings], function: Callable[..., T], *args: object
@@ -185,7 +224,7 @@ class _Decoder:
         return known + known[:1] * (rows - len(known))
 
     def _draft(self, rows: int, sampling: list[SamplingSettings]) -> Draft:
-        levels = min(self.draft_tokens, max(slot.remaining for slot in self.slots) - 1)
+        levels = min(self.draft_tokens, max(slot.remaining - slot.unread for slot in self.slots) - 1)
         # With room for the target's own token alone nothing is drafted.
         if self.proposer is None or levels <= 0:
             return self._empty_draft(rows)
@@ -196,6 +235,8 @@ class _Decoder:
         # A proposer that stays on the device drafts in a graph; one that reads on the host drafts outside of one, and
         # is padded to the graphs' size.
         if not self.proposer.needs_host_sync:
+            if isinstance(self.proposer, DraftsInSteps):
+                return self._propose_in_steps(self.proposer, sampling, levels)
             return self._by_setting(("draft", rows), sampling, partial(self._propose, levels=levels))
         draft = self._propose(sampling, levels)
         return draft.padded(self.nodes, levels) if draft.tree.tokens_BN.shape[1] else draft
@@ -210,12 +251,21 @@ class _Decoder:
 
     def _propose(self, sampling: list[SamplingSettings], levels: int) -> Draft:
         assert self.proposer is not None
+        return self.proposer.propose(self._ask(sampling, levels))
+
+    def _propose_in_steps(self, proposer: DraftsInSteps, sampling: list[SamplingSettings], levels: int) -> Draft:
+        def run(name: tuple[object, ...], step: Callable[[], T]) -> T:
+            return self._by_setting(("draft", len(sampling), *name), sampling, lambda _: step())
+
+        return proposer.propose_in_steps(run, levels, partial(self._ask, sampling, levels))
+
+    def _ask(self, sampling: list[SamplingSettings], levels: int) -> Ask:
         rows = len(sampling)
         # Random numbers only where the rule wants drafts that are drawn from q.
         draws = self.rule.draws and not all(setting.greedy for setting in sampling)
         numbers = partial(self.table.uniforms, slice(rows), Purpose.DRAFT) if draws else None
         limits_B = self.table.limits(rows, levels)
-        return self.proposer.propose(Ask(limits_B, levels, sampling, numbers, self.table.seen(slice(rows))))
+        return Ask(limits_B, levels, sampling, numbers, self.table.seen(slice(rows)))
 
     def _target_pass(self, draft: Draft) -> tuple[States, Tensor]:
         """States [B, M, H] and logits [B, M, V] of the target after the last token and after every node."""
@@ -270,11 +320,14 @@ class _Decoder:
         ]
         return verify_batch(rule, p_BMV, draft.q_BNV, tree, accept_BN, torch.cat(finals, 1))
 
-    def _emit(self, read_BX: Tensor) -> list[list[int]]:
+    def _emit(self, slots: list[_Slot], read_BX: Tensor) -> list[list[int]]:
         """Append each slot's accepted tokens and the target's own, up to a stop; record the round."""
         emitted: list[list[int]] = []
         rows, now = read_BX.tolist(), time.perf_counter()
-        for slot, (accepted, drafted, reached, *along) in zip(self.slots, rows):
+        for slot, (accepted, drafted, reached, *along) in zip(slots, rows):
+            slot.unread -= 1
+            if slot.finished:  # the round was launched before that was known
+                continue
             known = slot.generation.tokens
             slot.generation.arrivals.append(now)
             # Cut after a stop, which the device does not look for.

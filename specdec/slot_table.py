@@ -79,8 +79,8 @@ class SlotTable:
         return (self.budget_S[:rows] - self.emitted_S[:rows] - 1).clamp(0, levels)
 
     def live(self, rows: int) -> Tensor:
-        """Marks [B] of the slots that hold a request."""
-        return self.budget_S[:rows] > 0
+        """Marks [B] of the slots that hold a request whose answer may go on."""
+        return self.budget_S[:rows] > self.emitted_S[:rows]
 
     def seen(self, slots: Tensor | slice) -> Tensor | None:
         """Marks [., V] of the tokens of prompt and answer in some slots; None where no request has a penalty."""

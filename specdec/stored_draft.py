@@ -178,7 +178,7 @@ class StoredDraft:
         if self.module is None:
             return TRAINING_FREE[self.family](self.target)
         if helper is not None:
-            return CascadeProposer(self._small(), helper)
+            return CascadeProposer(self._small(), helper, self.target.device)
         return make_proposer(self.module, self.target, tree)
 
     def new_helper(self) -> Helper:

@@ -5,7 +5,7 @@ V vocabulary, R round starts of recorded texts.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from ..sampling_settings import SamplingSettings
 from ..tree import TreeBatch
 from .tree_shape import ROOT, Drawn, TreeShape
 
+T = TypeVar("T")
 UNRANKED = 1 << 30
 """Rank of a token that no tree drafts: larger than any vocabulary."""
 
@@ -220,6 +221,21 @@ class Proposer(Reader, Protocol):
 
     def propose(self, ask: Ask) -> Draft:
         """Draft a tree for each slot. Called before every `observe`, but where no slot may emit more than one token."""
+
+
+Run = Callable[[tuple[object, ...], Callable[[], T]], T]
+"""(name, function) -> what the function returns: it runs, or a graph of it is replayed. A name stands for one function.
+"""
+
+
+@runtime_checkable
+class DraftsInSteps(Proposer, Protocol):
+    """Proposer that drafts in steps, of which only the first ones may be needed: the host looks after each. So no graph
+    can hold them all, but one can hold each step."""
+
+    def propose_in_steps(self, run: Run[Any], levels: int, ask: Callable[[], Ask]) -> Draft:
+        """`propose`, in steps that `run` runs; `ask` makes the request anew in every step that reads it, as a step's
+        tensors are made in it. `levels`: of the request."""
 
 
 @runtime_checkable

@@ -6,6 +6,7 @@ make n-grams of K + 1 tokens.
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ...errors import InputError
@@ -14,12 +15,44 @@ from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings
 from ..tree import DraftTree, TreeBatch
 from .base import Ask, Draft, Texts, Trace
+from .text_table import TextTable
 from .tree_shape import ROOT, Drawn
 
 _NOTHING = DraftTree.of((), (), "deterministic")
 
 
-class LookaheadProposer:
+class _Lookahead:
+    """What lookahead's proposers have in common: their settings, and what they say of themselves."""
+
+    replayable = False  # what is guessed depends on where earlier rounds started
+    nested = False
+    drawn: Drawn = "deterministic"
+    chain = False
+    aux_layers: tuple[int, ...] = ()
+    needs_hidden_states = False
+    needs_host_sync = True
+
+    def __init__(self, window: int = 15, guesses: int = 15) -> None:
+        for name, value in (("window", window), ("guesses", guesses)):
+            if value < 1:
+                raise InputError(f"lookahead: {name} {value}: must be at least 1")
+        self._columns, self._guesses = window, guesses
+        self._said_BM: Tensor | None = None  # by the target in this round
+
+    def most_nodes(self, levels: int) -> int:
+        return (self._guesses + self._columns) * levels
+
+    def shape(self, levels: int) -> None:
+        return None
+
+    def observe_target_argmax(self, best_BM: Tensor) -> None:
+        self._said_BM = best_BM
+
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        raise InputError("lookahead: what it guesses depends on the rounds before, decode it")
+
+
+class LookaheadProposer(_Lookahead):
     """Lookahead decoding: two branches in one pass of the target. One verifies: up to `guesses` n-grams of the pool
     that begin with the text's last token, as one tree. The other looks ahead: a window of riders that the target
     evaluates and may never accept, `window` columns of K levels, where K is the number of tokens to draft.
@@ -41,31 +74,11 @@ class LookaheadProposer:
     keeps the `guesses` latest of each first token.
     """
 
-    replayable = False  # what is guessed depends on where earlier rounds started
-    nested = False
-    drawn: Drawn = "deterministic"
-    chain = False
-    aux_layers: tuple[int, ...] = ()
-    needs_hidden_states = False
-    needs_host_sync = True
-
-    def __init__(self, window: int = 15, guesses: int = 15) -> None:
-        for name, value in (("window", window), ("guesses", guesses)):
-            if value < 1:
-                raise InputError(f"lookahead: {name} {value}: must be at least 1")
-        self._columns, self._guesses = window, guesses
-
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
         # Windows are made in `begin`, from the prompt.
         self._levels = levels
         self._searches: list[_Search | None] = [None] * slots
-        self._best_BM: Tensor | None = None  # what the target said in this round
-
-    def most_nodes(self, levels: int) -> int:
-        return (self._guesses + self._columns) * levels
-
-    def shape(self, levels: int) -> None:
-        return None
+        self._said_BM = None
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
         self._device = slots_R.device
@@ -77,14 +90,11 @@ class LookaheadProposer:
         trees = [_NOTHING if search is None else search.tree(limit) for search, limit in zip(self._searches, limits)]
         return Draft(TreeBatch.of(trees, self._device), None, chain=False)
 
-    def observe_target_argmax(self, best_BM: Tensor) -> None:
-        self._best_BM = best_BM  # read later, when the round has waited for the device anyway
-
     def observe(self, new: Texts, states: States) -> None:
         # Without a round of drafting (nothing to draft) there is no argmax to read.
         emitted_B = new.rows
-        rows = [[]] * len(emitted_B) if self._best_BM is None else self._best_BM.tolist()
-        self._best_BM = None
+        rows = [[]] * len(emitted_B) if self._said_BM is None else self._said_BM.tolist()
+        self._said_BM = None
 
         # First the window, which stands on the text before these tokens; then the text.
         for search, emitted, row in zip(self._searches, emitted_B, rows):
@@ -95,8 +105,82 @@ class LookaheadProposer:
     def move(self, source: int, destination: int) -> None:
         self._searches[destination], self._searches[source] = self._searches[source], None
 
-    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        raise InputError("lookahead: what it guesses depends on the rounds before, decode it")
+
+class LookaheadOnDevice(TextTable, _Lookahead):
+    """`LookaheadProposer` without the host: by kernels, where texts, pool and window are."""
+
+    def __init__(self, window: int = 15, guesses: int = 15) -> None:
+        _Lookahead.__init__(self, window, guesses)
+        TextTable.__init__(self)
+
+    def reserve(self, slots: int, tokens: int, levels: int) -> None:
+        # A round's tokens come as wide as its deepest rider. A pool has room for all n-grams of a text, and of a window
+        # in each round.
+        super().reserve(slots, tokens, levels + self._columns)
+        self._levels, self._most = levels, tokens * (self._columns + 1)
+        self._said_BM = None
+
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        fresh, ids_BT, counts_B1 = not len(self._counts_S), known.ids_BT, known.counts_B[:, None]
+        super().begin(slots_R, known, states)
+        device, levels = slots_R.device, self._levels
+        if fresh:
+            slots = len(self._counts_S)
+            self._pool_SPn = torch.full((slots, self._most, levels + 1), -1, dtype=torch.int32, device=device)
+            self._window_SKW = torch.zeros(slots, levels, self._columns, dtype=torch.long, device=device)
+            self._sizes_S, self._asked_S = torch.zeros_like(self._counts_S), torch.zeros_like(self._counts_S)
+        # Level k of column j starts as token k + j of the prompt's end, which is repeated if it is too short.
+        length_B1 = counts_B1.clamp(max=self._columns + levels)
+        place_KW = torch.arange(levels, device=device)[:, None] + torch.arange(self._columns, device=device)
+        at_BX = counts_B1 - length_B1 + place_KW.flatten() % length_B1.clamp(min=1)
+        self._window_SKW[slots_R] = ids_BT.gather(1, at_BX).view(-1, *place_KW.shape)
+        # The pool starts with the n-grams of the prompt.
+        self._sizes_S[slots_R] = torch.zeros_like(known.counts_B)
+        ends_BT = torch.arange(ids_BT.shape[1], device=device).expand_as(ids_BT)
+        self._add(slots_R, _ngrams(ids_BT, ends_BT, levels + 1), known.counts_B)
+
+    def propose(self, ask: Ask) -> Draft:
+        from ..kernels.ngram_pool import ngram_tree
+
+        limits_B = self._asked_S[: len(ask.limits_B)] = ask.limits_B
+        state = self._pool_SPn, self._sizes_S, self._window_SKW
+        columns = ngram_tree(self._ids_SL, self._counts_S[: len(limits_B)], limits_B, *state, self._guesses)
+        return Draft(TreeBatch(*columns, self._columns + self._levels - 1, self.drawn), None, chain=False)
+
+    def observe(self, new: Texts, states: States) -> None:
+        batch, known_B = len(new.counts_B), self._counts_S[: len(new.counts_B)].clone()
+        super().observe(new, states)
+        if self._said_BM is None:  # nothing was drafted
+            return
+        # What the target said after the last level completes the window's n-grams, and is its new last level.
+        window_BKW, said_B1W = self._window_SKW[:batch], self._said_BM[:, None, -self._columns :]
+        longer_BnW, asked_B11 = torch.cat([window_BKW, said_B1W], 1), (self._asked_S[:batch] > 0)[:, None, None]
+        self._window_SKW[:batch] = torch.where(asked_B11, longer_BnW[:, 1:], window_BKW)
+        # Those come to the pool, then the ones that the text's new tokens complete.
+        ends_BE = known_B[:, None] + torch.arange(self._levels + 1, device=known_B.device)
+        text_BEn = _ngrams(self._ids_SL[:batch], ends_BE, self._levels + 1)
+        fresh_BXn = torch.cat([torch.where(asked_B11, longer_BnW, -1).transpose(1, 2), text_BEn], 1)
+        added_B = torch.where(new.counts_B > 0, new.counts_B + self._columns, 0)
+        self._add(torch.arange(batch, device=known_B.device), fresh_BXn, added_B)
+        self._said_BM = None
+
+    def move(self, source: int, destination: int) -> None:
+        super().move(source, destination)
+        for part in (self._pool_SPn, self._window_SKW, self._sizes_S):
+            part[destination] = part[source]
+
+    def _add(self, slots_B: Tensor, fresh_BXn: Tensor, counts_B: Tensor) -> None:
+        from ..kernels.ngram_pool import add_ngrams
+
+        add_ngrams(self._pool_SPn, self._sizes_S, slots_B, fresh_BXn, counts_B)
+
+
+def _ngrams(ids_BT: Tensor, ends_BX: Tensor, tokens: int) -> Tensor:
+    """N-grams [B, X, n] of texts by the places of their last tokens; -1 in front where one would begin before the
+    text."""
+    at_BXn = ends_BX[..., None] + torch.arange(1 - tokens, 1, device=ids_BT.device)
+    found_BXn = ids_BT.gather(1, at_BXn.flatten(1).clamp(0, ids_BT.shape[1] - 1)).view_as(at_BXn)
+    return torch.where(at_BXn < 0, -1, found_BXn)
 
 
 class NgramPool:
@@ -209,12 +293,13 @@ class JacobiProposer:
     chain = True
     aux_layers: tuple[int, ...] = ()
     needs_hidden_states = False
-    needs_host_sync = True
+    needs_host_sync = False
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None:
-        self._levels = levels
-        self._guesses: list[list[int]] = [[] for _ in range(slots)]
-        self._best_BM: Tensor | None = None  # what the target said in this round
+        # Guesses are made where the first prompts are.
+        self._size = (slots, levels)
+        self._guesses_SK = self._counts_S = torch.zeros(0, dtype=torch.long)
+        self._said_BM: Tensor | None = None  # by the target in this round
 
     def most_nodes(self, levels: int) -> int:
         return levels
@@ -223,30 +308,33 @@ class JacobiProposer:
         return None
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
-        for slot, row in zip(slots_R.tolist(), known.rows):
-            self._guesses[slot] = [row[-1]] * self._levels
-        self._device = slots_R.device
+        if not len(self._counts_S):
+            self._guesses_SK = torch.zeros(self._size, dtype=torch.long, device=slots_R.device)
+            self._counts_S = torch.zeros_like(self._guesses_SK[:, 0])
+        self._guesses_SK[slots_R] = known.last()[:, None].expand(-1, self._size[1])
+        self._counts_S[slots_R] = torch.full_like(slots_R, -1)
 
     def propose(self, ask: Ask) -> Draft:
-        drafts = [guesses[:limit] for guesses, limit in zip(self._guesses, ask.limits_B.tolist())]
-        self._counts = [len(draft) for draft in drafts]
-        drafted = Texts.of(drafts, self._device)
-        return Draft.of_chains(drafted.ids_BT, drafted.counts_B, self.drawn)
+        limits_B = self._counts_S[: len(ask.limits_B)] = ask.limits_B
+        guesses_BK = self._guesses_SK[: len(limits_B), : ask.levels]
+        inside_BK = torch.arange(ask.levels, device=limits_B.device) < limits_B[:, None]
+        return Draft.of_chains(torch.where(inside_BK, guesses_BK, 0), limits_B, self.drawn)
 
     def observe_target_argmax(self, best_BM: Tensor) -> None:
-        self._best_BM = best_BM  # read later, when the round has waited for the device anyway
+        self._said_BM = best_BM
 
     def observe(self, new: Texts, states: States) -> None:
-        if self._best_BM is None:  # nothing was drafted
-            return
-        rows, self._best_BM = self._best_BM.tolist(), None
-        for slot, (emitted, row, count) in enumerate(zip(new.rows, rows, self._counts)):
-            guesses = row[len(emitted) : count + 1]
-            last = guesses[-1] if guesses else emitted[-1]
-            self._guesses[slot] = [*guesses, *[last] * (self._levels - len(guesses))]
+        # What the target said after the tokens that stay, up to the last guess; with none left, the last token.
+        counts_B1, emitted_B1 = self._counts_S[: len(new.counts_B), None], new.counts_B[:, None]
+        fresh_BK = new.last()[:, None].expand(-1, self._size[1])
+        if self._said_BM is not None:
+            at_BK = emitted_B1 + torch.arange(self._size[1], device=emitted_B1.device)
+            said_BK = self._said_BM.gather(1, torch.minimum(at_BK, counts_B1).clamp(min=0))
+            fresh_BK = torch.where(emitted_B1 <= counts_B1, said_BK, fresh_BK)
+        self._guesses_SK[: len(counts_B1)], self._said_BM = fresh_BK, None
 
     def move(self, source: int, destination: int) -> None:
-        self._guesses[destination] = self._guesses[source]
+        self._guesses_SK[destination], self._counts_S[destination] = self._guesses_SK[source], self._counts_S[source]
 
     def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
         raise InputError("jacobi: its guesses depend on the rounds before, decode it")

@@ -19,6 +19,7 @@ from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings
 from ..tree import DraftTree, TreeBatch
 from .base import Ask, Draft, Texts, Trace
+from .text_table import TextTable
 from .tree_shape import ROOT, Drawn
 
 
@@ -132,7 +133,36 @@ class SuffixTrie:
                 yield length, place
 
 
-class SuffixProposer:
+class _SuffixTrees:
+    """What suffix proposers have in common: their settings, and what they say of themselves."""
+
+    replayable = True
+    nested = False
+    drawn: Drawn = "deterministic"
+    chain = False
+    aux_layers: tuple[int, ...] = ()
+    needs_hidden_states = False
+    needs_host_sync = True
+
+    def __init__(self, nodes: int = 16, min_score: float = 0.1, max_match: int = 16) -> None:
+        for name, value in (("nodes", nodes), ("max_match", max_match)):
+            if value < 1:
+                raise InputError(f"suffix: {name} {value}: must be at least 1")
+        if not 0.0 < min_score < 1.0:
+            raise InputError(f"suffix: min_score {min_score}: must be above 0 and below 1")
+        self._nodes, self._min_score, self._max_match = nodes, min_score, max_match
+
+    def most_nodes(self, levels: int) -> int:
+        return self._nodes if levels > 0 else 0
+
+    def shape(self, levels: int) -> None:
+        return None
+
+    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
+        raise InputError("suffix: no trace fits its trees; draft along the answer")
+
+
+class SuffixProposer(_SuffixTrees):
     """Suffix-decoding proposer: a tree of what followed earlier occurrences of the text's end, likeliest nodes first.
 
     Where the last m tokens were said before and x followed c of n times, x is given the probability c / (n + 1/m): the
@@ -146,20 +176,10 @@ class SuffixProposer:
     in every batch (its distribution is). 0: every request is drafted for as if it were alone.
     """
 
-    nested = False
-    drawn: Drawn = "deterministic"
-    chain = False
-    aux_layers: tuple[int, ...] = ()
-    needs_hidden_states = False
-    needs_host_sync = True
-
     def __init__(self, nodes: int = 16, min_score: float = 0.1, max_match: int = 16, memory: int = 0) -> None:
-        for name, value, least in (("nodes", nodes, 1), ("max_match", max_match, 1), ("memory", memory, 0)):
-            if value < least:
-                raise InputError(f"suffix: {name} {value}: must be at least {least}")
-        if not 0.0 < min_score < 1.0:
-            raise InputError(f"suffix: min_score {min_score}: must be above 0 and below 1")
-        self._nodes, self._min_score, self._max_match = nodes, min_score, max_match
+        super().__init__(nodes, min_score, max_match)
+        if memory < 0:
+            raise InputError(f"suffix: memory {memory}: must be at least 0")
         self._kept_tokens = memory
         self.replayable = memory == 0
         self._device = torch.device("cpu")
@@ -168,12 +188,6 @@ class SuffixProposer:
         self._depth = self._max_match + levels
         self._texts: list[_Text | None] = [None] * slots
         self._memory = _Memory(self._kept_tokens, self._depth)
-
-    def most_nodes(self, levels: int) -> int:
-        return self._nodes if levels > 0 else 0
-
-    def shape(self, levels: int) -> None:
-        return None
 
     def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
         self._device = slots_R.device
@@ -197,9 +211,6 @@ class SuffixProposer:
     def move(self, source: int, destination: int) -> None:
         self._finish(destination)
         self._texts[destination], self._texts[source] = self._texts[source], None
-
-    def trace(self, pack: Pack, count: int, sampling: SamplingSettings, states: States | None) -> Trace:
-        raise InputError("suffix: no trace fits its trees; draft along the answer")
 
     def _finish(self, slot: int) -> None:
         """Add the answer of a finished slot to the memory, and empty the slot."""
@@ -259,6 +270,30 @@ class SuffixProposer:
             if left < self._min_score:
                 break
         return list(offers.values())
+
+
+class SuffixOnDevice(TextTable, _SuffixTrees):
+    """`SuffixProposer` without memory, and without the host: by kernels, where the texts are, as fast as they are."""
+
+    def __init__(self, nodes: int = 16, min_score: float = 0.1, max_match: int = 16) -> None:
+        _SuffixTrees.__init__(self, nodes, min_score, max_match)
+        TextTable.__init__(self)
+
+    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None:
+        super().begin(slots_R, known, states)
+        if not hasattr(self, "_least"):  # as a number of Python it would travel in single precision
+            self._least = torch.full((1,), self._min_score, dtype=torch.float64, device=slots_R.device)
+
+    def propose(self, ask: Ask) -> Draft:
+        from ..kernels.suffix_tree import suffix_tree
+
+        # Scores of one level add up to less than 1.
+        most = int(1 / self._min_score)
+        counts_B = self._counts_S[: len(ask.limits_B)]
+        columns = suffix_tree(
+            self._ids_SL, counts_B, ask.limits_B, self._least, most, self._max_match, self._nodes, ask.levels
+        )
+        return Draft(TreeBatch(*columns, ask.levels, self.drawn), None, chain=False)
 
 
 class _CandidateNode(NamedTuple):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..models import CausalModel
     from .base import Proposer
-    from .cascade import Helper
-    from .prompt_lookup import LookupHelper, PromptLookup
+    from .cascade import Helper, LookupHelper
+    from .prompt_lookup import PromptLookup
 
 LOOKUP = "lookup"
 
@@ -22,21 +22,23 @@ def _lookup(target: "CausalModel") -> "PromptLookup":
 
 
 def _lookup_helper() -> "LookupHelper":
-    from .prompt_lookup import LookupHelper
+    from .cascade import LookupHelper
 
     return LookupHelper()
 
 
 def _suffix(target: "CausalModel") -> "Proposer":
-    from .suffix import SuffixProposer
+    from ..kv_cache import runs_triton
+    from .suffix import SuffixOnDevice, SuffixProposer
 
-    return SuffixProposer()
+    return SuffixOnDevice() if runs_triton(target.device) else SuffixProposer()
 
 
 def _lookahead(target: "CausalModel") -> "Proposer":
-    from .lookahead import LookaheadProposer
+    from ..kv_cache import runs_triton
+    from .lookahead import LookaheadOnDevice, LookaheadProposer
 
-    return LookaheadProposer()
+    return LookaheadOnDevice() if runs_triton(target.device) else LookaheadProposer()
 
 
 def _jacobi(target: "CausalModel") -> "Proposer":

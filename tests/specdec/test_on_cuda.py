@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from proposing import CHAINS, DRAWN_TREES, TREES, WAITING, proposer_named, takes
+from proposing import CHAINS, DRAWN_TREES, ON_DEVICE, TREES, WAITING, proposer_named, takes
 from stand_ins import target
 
 from draftforge.data.batches import collate
@@ -18,7 +18,9 @@ from draftforge.specdec.kernels.column_attention import attend_columns
 from draftforge.specdec.kernels.document_mask import PADDING, QueryMask
 from draftforge.specdec.kernels.flash_decoding import attend_cached
 from draftforge.specdec.kernels.fused import fuse
-from draftforge.specdec.models import CausalModel
+from draftforge.specdec.models import CausalModel, States
+from draftforge.specdec.proposers.base import Ask, Texts
+from draftforge.specdec.proposers.suffix import SuffixOnDevice, SuffixProposer
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.train.families.ttt_alignment import Alignment
@@ -56,14 +58,14 @@ def answers(model: CausalModel, name: str, sampling: SamplingSettings, rule: str
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", dict.fromkeys([*CHAINS, *TREES, *WAITING]))
+@pytest.mark.parametrize("name", dict.fromkeys([*CHAINS, *TREES, *WAITING, *ON_DEVICE]))
 def test_greedy_answers_are_plain_decodings(model: CausalModel, name: str, batch: int) -> None:
     plain = answers(model, "plain", GREEDY, "greedy", batch)
     drafted = answers(model, name, GREEDY, "greedy", batch)
     assert [one.tokens for one in drafted] == [one.tokens for one in plain]
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3-tree", "small-dynamic", "suffix", "lookahead", "cascade"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-tree", "small-dynamic", "suffix-here", "lookahead-here", "cascade"])
 def test_fused_ones_too(fused: CausalModel, name: str) -> None:
     plain = answers(fused, "plain", GREEDY, "greedy", 3)
     assert [one.tokens for one in answers(fused, name, GREEDY, "greedy", 3)] == [one.tokens for one in plain]
@@ -77,6 +79,45 @@ def test_drawn_tokens_are_those_of_a_cpu(model: CausalModel, name: str) -> None:
     here = answers(target(), name, WARM, rule, 3)
     same = sum(one.tokens == other.tokens for one, other in zip(there, here))
     assert same >= len(PROMPTS) - 1
+
+
+@pytest.mark.parametrize("vocab", [2, 12, 400])
+def test_suffix_trees_of_long_texts_are_the_hosts(vocab: int) -> None:
+    """Node by node, from texts of unlike lengths, among them a loop of one token."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = [torch.randint(vocab, (size,), generator=generator).tolist() for size in (1, 40, 700, 1500)]
+    rows.append([7] * 900)
+    limits, states = torch.tensor([4, 4, 3, 4, 4]), States(torch.zeros(1, 1, 1), None)
+    found = []
+    for proposer, device in ((SuffixProposer(), "cpu"), (SuffixOnDevice(), "cuda")):
+        proposer.reserve(len(rows), 1600, 4)
+        proposer.begin(torch.arange(len(rows), device=device), Texts.of(rows, device), states)
+        draft = proposer.propose(Ask(limits.to(device), 4, [GREEDY] * len(rows), None, None))
+        found.append([column.cpu() for column in draft.padded(16, 4).tree[:3]])
+    (tokens, parents, candidates), (tokens_too, parents_too, candidates_too) = found
+    assert torch.equal(candidates, candidates_too)
+    assert torch.equal(tokens[candidates], tokens_too[candidates])
+    assert torch.equal(parents[candidates], parents_too[candidates])
+
+
+@pytest.mark.parametrize("name", ["plain", "lookup", "suffix-here", "lookahead-here", "jacobi", "cascade", "eagle3"])
+def test_what_a_stopped_slot_says_in_a_round_ahead_is_dropped(model: CausalModel, name: str) -> None:
+    """Rounds, too, are those of the same requests one by one."""
+    whole = [one.tokens for one in answers(model, "plain", GREEDY, "greedy", 1)]
+    requests = [
+        Request(prompt, GREEDY, 7, TOKENS, frozenset({tokens[place]}))
+        for prompt, tokens, place in zip(PROMPTS, whole, (20, 31, 9, 27))
+    ]
+
+    def run(batch: int) -> list[Generation]:
+        proposer = None if name == "plain" else proposer_named(name, model)
+        found = dict(generate(model, proposer, requests, draft_tokens=3, batch_size=batch))
+        return [found[index] for index in range(len(requests))]
+
+    alone, together = run(1), run(3)
+    assert [one.finish for one in alone] == ["stop"] * len(requests)
+    assert [(one.tokens, one.rounds) for one in together] == [(one.tokens, one.rounds) for one in alone]
+    assert all(one.tokens == tokens[: len(one.tokens)] for one, tokens in zip(alone, whole))
 
 
 @pytest.mark.parametrize(("steps", "window"), [(1, None), (4, None), (1, 50), (4, 50), (4, 4), (4, 2)])

@@ -11,9 +11,9 @@ from draftforge.data.conversation import Message
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.proposers.base import Proposer
-from draftforge.specdec.proposers.cascade import CascadeProposer
+from draftforge.specdec.proposers.cascade import CascadeProposer, LookupHelper
 from draftforge.specdec.proposers.cross_tokenizer import ForeignProposer
-from draftforge.specdec.proposers.prompt_lookup import LookupHelper, PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target

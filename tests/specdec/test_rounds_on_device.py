@@ -4,11 +4,12 @@ What runs a second time under a name must not wait for the device, bring numbers
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from proposing import CHAINS, DRAWN_TREES, TREES, WAITING, proposer_named, takes
+from proposing import CHAINS, DRAWN_TREES, ON_DEVICE, TREES, WAITING, proposer_named, takes
 from stand_ins import target
 from torch import Tensor
 
@@ -114,8 +115,29 @@ def test_few_sizes_change_no_round(name: str, request: pytest.FixtureRequest) ->
     assert same(answers(name, requests, "greedy", 3), expected)
 
 
+@pytest.mark.parametrize("name", ["plain", "lookup", "small-tree", "cascade"])
+def test_a_round_that_ran_ahead_of_a_stop_says_nothing(name: str, fixed: None) -> None:
+    """With refills, and slots that move."""
+    whole = answers(name, asked(GREEDY), "greedy", 1)
+    stops = [frozenset(one.tokens[place : place + 1]) for one, place in zip(whole, (3, 0, 5, 2))]
+    requests = [replace(one, stop_ids=stop) for one, stop in zip(asked(GREEDY), stops)]
+    alone = [answers(name, [one], "greedy", 1)[0] for one in requests]
+    assert [one.finish for one in alone] == ["stop"] * 4
+    assert all(one.tokens == two.tokens[: len(one.tokens)] for one, two in zip(alone, whole))
+    assert same(answers(name, requests, "greedy", 2), alone)
+
+
 @pytest.mark.slow  # Triton's interpreter
-@pytest.mark.parametrize("name", ["lookup", "eagle3", "eagle3-tree", "eagle3-dynamic"])
+@pytest.mark.parametrize("name", ["suffix", "lookahead"])
+def test_on_the_device_rounds_are_those_of_the_host(name: str, request: pytest.FixtureRequest) -> None:
+    requests = asked(GREEDY, tokens=7)[:3]
+    expected = answers(name, requests, "greedy", 2)
+    request.getfixturevalue("on_stand_in")
+    assert same(answers(f"{name}-here", requests, "greedy", 2), expected)
+
+
+@pytest.mark.slow  # Triton's interpreter
+@pytest.mark.parametrize("name", ["lookup", "cascade", "eagle3", "eagle3-tree", "eagle3-dynamic"])
 def test_the_kernels_change_no_round(name: str, request: pytest.FixtureRequest) -> None:
     requests = asked(GREEDY, tokens=5)[:3]
     expected = answers(name, requests, "greedy", 3)
@@ -141,7 +163,7 @@ def tensors_of(thing: Any, depth: int = 3) -> dict[str, int]:
 
 
 CASES = [
-    *((name, GREEDY, "greedy") for name in TRAINED),
+    *((name, GREEDY, "greedy") for name in (*TRAINED, *ON_DEVICE)),
     ("small-merged", WARM, "multiround"),
     *((name, WARM, rule) for name in DRAWN_TREES for rule in ("multiround", "recursive") if takes(rule, name)),
     *(("small", WARM, rule) for rule in ("token", "block", "onehot", "match", "typical")),
@@ -169,9 +191,8 @@ def test_graphs_can_hold_every_part(
         with OpCounter() as watch:
             output = run(self, part, function, *args)
         assert not watch.waiting and not watch.bringing, f"{part}: {watch.waiting} {watch.bringing}"
-        proposer = getattr(function, "__self__", None)
-        if isinstance(part, tuple) and part[0] == "observe" and proposer is not None:
-            places.append(tensors_of(proposer))
+        if isinstance(part, tuple) and part[0] == "observe":
+            places.append(tensors_of(function.__self__.proposer))  # type: ignore[attr-defined]
         return output
 
     expected = answers(name, asked(sampling, tokens=7)[:3], rule, 2)

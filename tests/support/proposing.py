@@ -19,14 +19,14 @@ from draftforge.specdec.drafts import DraftModule
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers.base import Proposer
-from draftforge.specdec.proposers.cascade import CascadeProposer, SmallHelper
+from draftforge.specdec.proposers.cascade import CascadeProposer, LookupHelper, SmallHelper
 from draftforge.specdec.proposers.dynamic_tree import DynamicProposer
 from draftforge.specdec.proposers.factory import make_drafter, make_proposer
-from draftforge.specdec.proposers.lookahead import JacobiProposer, LookaheadProposer
+from draftforge.specdec.proposers.lookahead import JacobiProposer, LookaheadOnDevice, LookaheadProposer
 from draftforge.specdec.proposers.merged import MergedProposer
-from draftforge.specdec.proposers.prompt_lookup import LookupHelper, PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.static_tree import StaticProposer
-from draftforge.specdec.proposers.suffix import SuffixProposer
+from draftforge.specdec.proposers.suffix import SuffixOnDevice, SuffixProposer
 from draftforge.specdec.proposers.tree_settings import ConfidentChain
 from draftforge.specdec.proposers.tree_shape import Drawn, TreeShape
 
@@ -45,7 +45,7 @@ TRAINING_FREE: dict[str, Callable[[], Proposer]] = {
     "suffix": lambda: SuffixProposer(nodes=9),
     "lookahead": lambda: LookaheadProposer(window=4, guesses=2),
 }
-WAITING = ("jacobi", "suffix", "lookahead", "cascade", "cascade-small", "small-elsewhere", "eagle3-elsewhere")
+WAITING = ("suffix", "lookahead", "small-elsewhere", "eagle3-elsewhere")
 """What reads tokens on the host, or waits for a device."""
 DECODED = ("jacobi", "lookahead")
 """What no recorded answer tells the rounds of."""
@@ -61,6 +61,13 @@ DRAWN_TREES = (
     "dflash-distinct",
 )
 SHAPE = TreeShape([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 0, 0, 0]])
+
+
+ON_DEVICE: dict[str, Callable[[], Proposer]] = {
+    "suffix-here": lambda: SuffixOnDevice(nodes=9),
+    "lookahead-here": lambda: LookaheadOnDevice(window=4, guesses=2),
+}
+"""The same where only kernels draft."""
 
 
 def takes(rule: str, name: str) -> bool:
@@ -98,8 +105,8 @@ def taught(family: str, draft_vocab: int | None = None, deep: bool = False) -> D
 
 def proposer_named(name: str, model: CausalModel, noise: float = 0.05) -> Proposer:
     """A fresh proposer; drafts agree with the target now and then."""
-    if name in TRAINING_FREE:
-        return TRAINING_FREE[name]()
+    if name in TRAINING_FREE or name in ON_DEVICE:
+        return (TRAINING_FREE | ON_DEVICE)[name]()
     if name.startswith("cascade"):
         helper = LookupHelper() if name == "cascade" else SmallHelper(near_copy(model, 2 * noise, seed=7), most=2)
         return CascadeProposer(near_copy(model, noise), helper)

@@ -15,9 +15,8 @@ from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.small import SmallDraft
 from draftforge.specdec.models import States
 from draftforge.specdec.proposers.base import Ask, Draft, Proposer, Texts
-from draftforge.specdec.proposers.cascade import CascadeProposer, Choice, Helper, SmallHelper
+from draftforge.specdec.proposers.cascade import Ahead, CascadeProposer, Choice, Helper, LookupHelper, SmallHelper
 from draftforge.specdec.proposers.factory import make_proposer
-from draftforge.specdec.proposers.prompt_lookup import LookupHelper
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -32,19 +31,21 @@ STATES = States(torch.zeros(1, 1, 1), None)
 class Guesses:
     """A helper that says what it is told to: the next of the given tokens, over and over."""
 
+    waits = False
+
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._at = tokens, 0
 
     def reserve(self, slots: int, tokens: int, levels: int) -> None: ...
 
-    def begin(self, slots_R: Tensor, known: Texts, states: States) -> None: ...
+    def begin(self, slots_R: Tensor, known: Texts) -> None: ...
 
-    def observe(self, new: Texts, states: States) -> None: ...
+    def move(self, source: int, destination: int, length: Tensor) -> None: ...
 
-    def move(self, source: int, destination: int) -> None: ...
-
-    def guess(self, drafted: Sequence[list[int]], counts: Sequence[int], choose: Choice) -> list[list[int]]:
-        return [[self._next() for _ in range(count)] for count in counts]
+    def guess(self, ahead: Ahead, count: int, choose: Choice) -> tuple[Tensor, Tensor]:
+        batch = len(ahead.counts_B)
+        guesses = torch.tensor([[self._next() for _ in range(count)] for _ in range(batch)])
+        return guesses, torch.full((batch,), count)
 
     def _next(self) -> int:
         self._at += 1
@@ -182,13 +183,19 @@ def test_a_helper_that_draws_does_so_with_the_drafts_numbers(monkeypatch: pytest
 
 
 def test_lookup_guesses_from_what_was_just_drafted() -> None:
-    lookup = LookupHelper()
-    lookup.reserve(2, 40, 4)
-    lookup.begin(torch.tensor([0, 1]), Texts.of([[1, 2, 3, 9, 8], [4, 5, 6]]), STATES)
-    assert lookup.guess([[2, 3], [7, 7]], [2, 3], None) == [[9, 8], [7, 7, 7]]
-    assert lookup.guess([[], [4]], [3, 1], None) == [[], [5]]  # what it was shown before is forgotten
-    lookup.observe(Texts.of([[2], [6]]), STATES)
-    assert lookup.guess([[3], []], [1, 2], None) == [[9], [6, 6]]
+    def guess(texts: list[list[int]], drafted: list[list[int]], count: int) -> list[list[int]]:
+        counts = torch.tensor([len(text) for text in texts])
+        ids_SL = torch.zeros(len(texts), 20, dtype=torch.long)
+        for row_L, text, more in zip(ids_SL, texts, drafted):
+            row_L[: len(text) + len(more)] = torch.tensor([*text, *more])
+        ahead = Ahead(ids_SL, counts, torch.tensor([len(more) for more in drafted]), False)
+        choose = Choice(Ask(counts, 9, [GREEDY] * len(texts), None, None), ahead)
+        tokens_BG, counts_B = LookupHelper().guess(ahead, count, choose)
+        return [row[:n] for row, n in zip(tokens_BG.tolist(), counts_B.tolist())]
+
+    texts = [[1, 2, 3, 9, 8], [4, 5, 6]]
+    assert guess(texts, [[2, 3], [7, 7]], 3) == [[9, 8, 2], [7, 7, 7]]
+    assert guess(texts, [[], [4]], 1) == [[], [5]]
 
 
 def test_refusals_name_value_and_rule() -> None:

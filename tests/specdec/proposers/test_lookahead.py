@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from stand_ins import bigram, prompts, target
 from torch import Tensor
@@ -16,7 +16,7 @@ from draftforge.errors import InputError
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import CausalModel, States
 from draftforge.specdec.proposers.base import Ask, Draft, Texts
-from draftforge.specdec.proposers.lookahead import LookaheadProposer, NgramPool
+from draftforge.specdec.proposers.lookahead import LookaheadOnDevice, LookaheadProposer, NgramPool
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.requests import Generation, Request
 from draftforge.specdec.sampling_settings import SamplingSettings
@@ -170,6 +170,46 @@ def test_a_pool_keeps_the_latest_of_each_first_token(ngrams: list[tuple[int, int
     for first in (1, 2, 3):
         latest = list(dict.fromkeys(ngram[1:] for ngram in reversed(ngrams) if ngram[0] == first))
         assert pool.after(first) == latest[:most]
+
+
+def ways_of(proposer: LookaheadProposer | LookaheadOnDevice, limits: list[int]) -> list[tuple[list[Way], list[int]]]:
+    """Drafted ways of each slot in their order, and what the window's riders are."""
+    tree = proposer.propose(Ask(torch.tensor(limits), 3, [GREEDY] * len(limits), None, None)).tree
+    found: list[tuple[list[Way], list[int]]] = []
+    for limit, tokens, parents, candidates in zip(limits, *(column.tolist() for column in tree[:3])):
+        ways: dict[int, Way] = {-1: ()}
+        for node, (token, parent) in enumerate(zip(tokens, parents)):
+            ways[node] = (*ways[parent], token)
+        drafted = [ways[node] for node, ok in enumerate(candidates) if ok]
+        first = len(drafted) if isinstance(proposer, LookaheadProposer) else len(tokens) - 12
+        found.append((drafted, tokens[first : first + 12] if limit else []))
+    return found
+
+
+@pytest.mark.slow  # Triton's interpreter
+@settings(max_examples=8, deadline=None, phases=[Phase.generate])
+@given(
+    prompt=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+    numbers=st.lists(st.integers(0, 2), min_size=60, max_size=60),
+    limits=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    guesses=st.integers(1, 5),
+)
+def test_the_kernels_keep_the_same_pool(prompt: list[int], numbers: list[int], limits: list[int], guesses: int) -> None:
+    """And the same window. Two slots, over three rounds, that emit from one to four tokens each."""
+    pytest.importorskip("draftforge.specdec.kernels.ngram_pool")
+    proposers = LookaheadProposer(4, guesses), LookaheadOnDevice(4, guesses)
+    for proposer in proposers:
+        proposer.reserve(2, 60, 3)
+        proposer.begin(torch.tensor([0, 1]), Texts.of([prompt, [1, 0, 1, 0]]), STATES)
+    for turn, limit in enumerate(limits):
+        on_host, on_device = (ways_of(proposer, [limit, 3]) for proposer in proposers)
+        assert on_device == on_host
+        said, emitted = numbers[turn * 16 : turn * 16 + 8], numbers[turn * 16 + 8 :]
+        for proposer in proposers:  # what the target says stands after the last level of the window
+            nodes = [guesses * 3 + 12] * 2 if proposer is proposers[1] else [len(ways) + 12 for ways, _ in on_host]
+            rows = [[*[0] * (count - 3), *said[n * 4 : n * 4 + 4]] for n, count in enumerate(nodes)]
+            proposer.observe_target_argmax(Texts.of(rows).ids_BT)
+            proposer.observe(Texts.of([emitted[: limit + 1], emitted[4 : 5 + turn]]), STATES)
 
 
 def test_slots_are_apart_and_movable() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from draftforge.errors import InputError
 from draftforge.specdec.models import States
 from draftforge.specdec.proposers.base import UNRANKED, Ask, Texts
-from draftforge.specdec.proposers.prompt_lookup import PromptLookup
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup, copies
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -141,9 +141,8 @@ def test_the_kernel_finds_the_same(rows: list[list[int]], limit: int, ngram: lis
     matching = pytest.importorskip("draftforge.specdec.kernels.ngram_match")
     lookup = started(PromptLookup(ngram[1], ngram[0], occurrence), *rows)
     limits_B = torch.tensor([limit, 2, 0][: len(rows)])
-    ask = Ask(limits_B, 5, [GREEDY] * len(rows), None, None)
-    expected = lookup._copies(lookup._counts_S, ask)
-    state = lookup._ids_SL, lookup._counts_S
+    given = lookup._ids_SL, lookup._counts_S, limits_B, lookup._ngrams, occurrence == "first", 5
+    expected = copies(*given)
     with patch.object(matching, "_BLOCK", 8):
-        found = matching.copy_after_suffix(*state, limits_B, lookup._ngrams, occurrence == "first", 5)
+        found = matching.copy_after_suffix(*given)
     assert all(map(torch.equal, found, expected))

@@ -2,10 +2,11 @@
 
 import itertools
 from collections import Counter
+from typing import TypeVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from stand_ins import prompts, target
 
@@ -13,7 +14,7 @@ from draftforge.errors import InputError
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.models import States
 from draftforge.specdec.proposers.base import Ask, Texts
-from draftforge.specdec.proposers.suffix import Node, SuffixProposer, SuffixTrie, following, times
+from draftforge.specdec.proposers.suffix import Node, SuffixOnDevice, SuffixProposer, SuffixTrie, following, times
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -23,6 +24,7 @@ DEPTH = 4
 texts = st.lists(st.integers(1, 3), min_size=1, max_size=24)
 PATTERNS = [way for size in range(1, DEPTH + 1) for way in itertools.product((1, 2, 3), repeat=size)]
 Way = tuple[int, ...]
+Suffix = TypeVar("Suffix", bound=SuffixProposer | SuffixOnDevice)
 
 
 def ends(text: list[int], pattern: list[int] | Way) -> list[int]:
@@ -86,13 +88,13 @@ def test_what_is_taken_out_leaves_nothing_and_long_texts_stay_small() -> None:
     assert nodes_below(trie._root) < len(varied)  # not 24 for every token
 
 
-def started(proposer: SuffixProposer, *rows: list[int], levels: int = 4) -> SuffixProposer:
+def started(proposer: Suffix, *rows: list[int], levels: int = 4) -> Suffix:
     proposer.reserve(len(rows), 64, levels)
     proposer.begin(torch.arange(len(rows)), Texts.of(rows), STATES)
     return proposer
 
 
-def drafted(proposer: SuffixProposer, *limits: int) -> list[list[Way]]:
+def drafted(proposer: Suffix, *limits: int) -> list[list[Way]]:
     """The nodes of each slot's tree as ways from the root, in their order."""
     draft = proposer.propose(Ask(torch.tensor(limits), max(limits), [GREEDY] * len(limits), None, None))
     tree = draft.tree
@@ -166,6 +168,27 @@ def test_the_best_nodes_by_definition_are_drafted(
     assert all(way[:-1] in ((), *ways[:place]) for place, way in enumerate(ways))
     best = sorted(scores.values(), reverse=True)[: len(ways)]
     assert [scores[way] for way in ways] == pytest.approx(best)
+
+
+@pytest.mark.slow  # Triton's interpreter
+@settings(max_examples=10, deadline=None, phases=[Phase.generate])
+@given(
+    rows=st.lists(texts, min_size=1, max_size=2),
+    limits=st.tuples(st.integers(0, 4), st.just(4)),
+    nodes=st.integers(1, 12),
+    least=st.sampled_from([0.02, 0.1, 0.3]),
+    longest=st.integers(1, 6),
+)
+def test_the_kernels_draft_the_same_trees(
+    rows: list[list[int]], limits: tuple[int, int], nodes: int, least: float, longest: int
+) -> None:
+    """Node by node; after some more tokens too."""
+    pytest.importorskip("draftforge.specdec.kernels.suffix_tree")
+    on_host, on_device = SuffixProposer(nodes, least, longest), SuffixOnDevice(nodes, least, longest)
+    for proposer in (started(on_host, *rows), started(on_device, *rows)):
+        proposer.observe(Texts.of([[3, 2], [1]][: len(rows)]), STATES)
+    asked = limits[: len(rows)]
+    assert drafted(on_device, *asked) == drafted(on_host, *asked)
 
 
 def test_the_longest_match_comes_first_and_what_it_leaves_goes_to_shorter_ones() -> None:
