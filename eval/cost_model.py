@@ -2,7 +2,11 @@
 
 Other load on the machine may slow a whole place of the grid, plain rounds and drafted ones alike. So plain rounds are
 fitted first. A drafted round enters the fit as its measured ratio to the plain one beside it, times the fitted plain
-one. Speed-ups thus rest on paired ratios, and the noise of a place affects only absolute figures such as goodput.
+one. Speed-ups thus rest on paired ratios, and the noise of a place affects only absolute figures such as goodput. Plain
+and drafted rounds of an engine run minutes apart, in servers of their own: their seconds are fitted as they are.
+
+Closed-loop traffic of an engine tells what a prompt costs there: B requests in flight take T_B seconds from one answer
+to the next, and n rounds an answer. What rounds of that mean context do not explain, T_B - n round, is of B prompts.
 
 Shapes: P measured points, F parts of a surface.
 """
@@ -163,8 +167,9 @@ class CostFit:
         # 1) plain rounds
         plain_points = by_way.pop(PLAIN_WAY)
         plain = RoundFit.fit(plain_points)
-        # 2) drafted rounds, each in units of the plain one beside it
+        # 2) drafted rounds, each in units of the plain one that ran beside it, if one did
         factors = {one.place: plain.at(0, *one.place).seconds / one.seconds for one in plain_points}
+        factors = dict.fromkeys(factors, 1.0) if self.table.key.engine else factors
         drafted = {way: RoundFit.fit([one.scaled(factors[one.place]) for one in some]) for way, some in by_way.items()}
         return {PLAIN_WAY: plain, **drafted}
 
@@ -179,7 +184,8 @@ class CostFit:
 
     @property
     def error(self) -> float:
-        """Median leave-one-out error of fitted ratios to plain rounds, a share; the worst way of drafting counts."""
+        """Median leave-one-out error of fitted drafted rounds (ratios to plain ones, but an engine's), a share; the
+        worst way of drafting counts."""
         return max((fit.left_out_error for way, fit in self.rounds.items() if way != PLAIN_WAY), default=0.0)
 
     @property
@@ -197,7 +203,7 @@ class CostFit:
         for name, value, known in (
             ("batch", batch_size, self.batch_sizes),
             ("context", context, [point.context_tokens for point in self.table.points]),
-            ("prompt", prompt, [point.tokens for point in self.table.prompt_points]),
+            ("prompt", prompt, self._prompt_lengths),
         ):
             if not min(known) <= value <= max(known):
                 return f"{name} {value} is not within the measured range of {min(known):g} to {max(known):g}"
@@ -216,9 +222,44 @@ class CostFit:
             raise InputError(f"{config} ({config.levels} levels): no times measured; there are times for {known}")
         return fit.at(config.levels, batch_size, context)
 
-    def prompt(self, tokens: int) -> tuple[float, float]:
-        """Prefill seconds of the target for a prompt of `tokens`, and the seconds that the draft adds."""
-        return _quadratic(self.prompts.plain, tokens), _quadratic(self.prompts.draft, tokens)
+    def mean_round(self, config: DraftConfig, batch_size: int, context: int, drafted_share: float = 1.0) -> float:
+        """Mean seconds of a round. `drafted_share`: share of a request's rounds that draft at all; a round in which
+        none does costs a plain one, and requests draft independently of one another."""
+        plain = self.plain(batch_size, context)
+        if not config.levels:
+            return plain
+        idle = (1 - min(drafted_share, 1.0)) ** batch_size
+        return (1 - idle) * self.round(config, batch_size, context).seconds + idle * plain
+
+    def prompt(self, config: DraftConfig, batch_size: int, tokens: int) -> float:
+        """Seconds by which each prompt of `tokens`, read by target and draft, delays every one of so many requests.
+
+        Of an engine it is linear between measured batch sizes, in all prompts together, and between measured K; it may
+        come to less than 0 where rounds were slower when they were timed by themselves.
+        """
+        if not self.table.closed_loops:
+            draft = _quadratic(self.prompts.draft, tokens) if config.levels else 0.0
+            return _quadratic(self.prompts.plain, tokens) + draft
+        # Every K at this batch size, then this K.
+        levels = [K for K in sorted(self._all_prompts) if bool(K) == bool(config.levels)]
+        measured = [sorted(self._all_prompts[K].items()) for K in levels]
+        at_size = [np.interp(batch_size, [at for at, _ in some], [all_of for _, all_of in some]) for some in measured]
+        return float(np.interp(config.levels, levels, at_size)) / batch_size
+
+    @cached_property
+    def _all_prompts(self) -> dict[int, dict[int, float]]:
+        """Seconds of closed loops beside their rounds, by levels and batch size: of as many prompts."""
+        found: dict[int, dict[int, float]] = {}
+        for loop in self.table.closed_loops:
+            context = loop.prompt_tokens + loop.answer_tokens // 2
+            a_round = self.mean_round(DraftConfig(loop.levels), loop.batch_size, context, loop.drafted_share)
+            found.setdefault(loop.levels, {})[loop.batch_size] = loop.seconds - loop.rounds * a_round
+        return found
+
+    @property
+    def _prompt_lengths(self) -> list[int]:
+        loops = {loop.prompt_tokens for loop in self.table.closed_loops}
+        return sorted(loops or {point.tokens for point in self.table.prompt_points})
 
 
 def _surfaces(points: Sequence[MeasuredRound]) -> tuple[CostSurface, CostSurface, CostSurface]:

@@ -103,6 +103,24 @@ class MeasuredPrompt(_Record):
     """Seconds that the draft adds to the target's."""
 
 
+class ClosedLoop(_Record):
+    """Measured closed-loop traffic of an engine: `batch_size` requests in flight, the next one sent when one ends."""
+
+    batch_size: int = Field(ge=1)
+    levels: int = Field(ge=0)
+    """K; 0: without a draft."""
+    prompt_tokens: int = Field(ge=1)
+    answer_tokens: int = Field(ge=2)
+    seconds: float = Field(gt=0)
+    """Of each of those in flight, for every prompt that was read: `batch_size` over prompts a second."""
+    rounds: float = Field(gt=0)
+    """Of a request, for every prompt that was read."""
+    drafted_share: float = Field(ge=0)
+    """Share of a request's rounds that draft."""
+    prompts: int = Field(ge=1)
+    """Number of prompts behind the seconds."""
+
+
 class CostTable(_Record):
     """Cost table: measured times of one target and draft shape on one machine. It answers for batch 1 itself."""
 
@@ -110,7 +128,9 @@ class CostTable(_Record):
     """Hardware, software, precision and shapes."""
     points: list[MeasuredRound] = Field(min_length=1)
     prompt_points: list[MeasuredPrompt] = []
-    """Prefill times; empty where times were measured at batch 1 only."""
+    """Prefill times of draftforge's own decoder; empty where times were measured at batch 1 only."""
+    closed_loops: list[ClosedLoop] = []
+    """Of an engine, at the load's lengths: they tell what prompts cost between the rounds of others."""
     draft_bytes: int = Field(default=0, ge=0)
     """Weights that the draft does not share with the target."""
     cache_bytes_per_token: float = Field(default=0.0, ge=0)
@@ -122,6 +142,16 @@ class CostTable(_Record):
     def _has_plain_rounds(self) -> "CostTable":
         if all(point.way != PLAIN_WAY for point in self.points):
             raise ValueError("points: must hold a plain round")
+        return self
+
+    @model_validator(mode="after")
+    def _has_loops_of_an_engine(self) -> "CostTable":
+        looped = {(loop.levels, loop.batch_size) for loop in self.closed_loops}
+        if self.key.engine and looped != {(point.levels, point.batch_size) for point in self.points}:
+            raise ValueError(
+                "closed_loops: an engine's times must have them at every K and batch size; prompts that were timed "
+                "alone do not tell what they cost beside other requests"
+            )
         return self
 
     @property
@@ -206,21 +236,30 @@ def cached_costs(path: Path, key: CostKey, measure: Callable[[], CostTable], wai
     """
     # The lock is held while measuring: two measurements at once would slow each other down.
     with lock(path.parent / ".costs.lock", wait_seconds, "a process that measures times"):
-        try:
-            # A table of the same key needs no new measurement; a damaged one is replaced.
-            known = CostTable.model_validate(read_json(path))
-            if known.key == key:
-                return known
-        except MissingFileError:
-            pass
-        except (CorruptDataError, ValidationError):
-            say(f"{path}: not a readable table of times; measuring again")
+        # A table of the same key needs no new measurement.
+        known = kept_table(path)
+        if known is not None and known.key == key:
+            return known
         # Measure, and write only what was asked for.
         measured = measure()
         if measured.key != key:
             raise InputError(f"{path}: times were measured for another shape than asked for")
         write_json(path, measured.model_dump(mode="json"))
         return measured
+
+
+def kept_table(path: Path) -> CostTable | None:
+    """The table in a file; None where there is none, or a damaged or outdated one, which is said."""
+    try:
+        return CostTable.model_validate(read_json(path))
+    except MissingFileError:
+        return None
+    except CorruptDataError:
+        why = "not a readable table of times"
+    except ValidationError as error:
+        why = error.errors()[0]["msg"]
+    say(f"{path}: {why}; measuring again")
+    return None
 
 
 def write_tables(path: Path, tables: Iterable[CostTable]) -> None:
@@ -239,7 +278,7 @@ def read_tables(path: Path) -> list[CostTable]:
     except ValidationError as error:
         first = error.errors()[0]
         raise CorruptDataError(f"{path}: fits.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    if any(table.key.version != COSTS_VERSION or not table.prompt_points for table in tables):
+    if any(table.key.version != COSTS_VERSION or not (table.prompt_points or table.closed_loops) for table in tables):
         raise CorruptDataError(f"{path}: not times of version {COSTS_VERSION} that were measured over a load's grid")
     for key in (table.key for table in tables):
         shapes = all(type(shape.get("levels")) is int and "tree" in shape for shape in key.plans.values())

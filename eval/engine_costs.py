@@ -1,4 +1,4 @@
-"""Costs from the engine: times of rounds and prompts in the operator's own vLLM, as a cost table over a load's grid.
+"""Costs from the engine: times of rounds and answers in the operator's own vLLM, as a cost table over a load's grid.
 
 At each place of the grid as many requests as the batch size are sent at once, with prompts of their own and answers of
 one fixed length, so that the mean context is the same whatever is accepted. The engine's counters are read while it
@@ -6,14 +6,22 @@ answers: between two readings at which every request is past its prompt and none
 batch. The engine itself counts these rounds and adds up their seconds (`vllm:inter_token_latency_seconds`), so neither
 the client's speed nor acceptance enters.
 
+At each batch size closed-loop traffic follows, with prompts and answers of the load's lengths: as many requests as the
+batch size are in flight, and the next one is sent when one ends. Answers have from half to one and a half times that
+length, as an operator's differ, too: those of one length that begin together end together, and their prompts are read
+in one pass. Between two readings at which all are in flight, seconds and rounds for each prompt that was read hold what
+it costs the others: it is read in their rounds, and by a server that has a front end.
+
 Prompt lookup drafts in a share s of a request's rounds only, and a round over B requests in which none drafts costs a
 plain one: the full round F follows from the measured mean M = (1 - i) F + i plain, i = (1 - s)^B, as `serving_load.py`
 puts them together again.
 
-Servers draft for real, or where vLLM can accept synthetically (0.23 and later, on GPUs only), half of each draft.
+Servers draft for real, or where vLLM can accept synthetically (0.23 and later, on GPUs only), as if each token after
+accepted ones were accepted half the time.
 """
 
 import json
+import math
 import re
 import shlex
 import statistics
@@ -41,17 +49,19 @@ from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.target_settings import TargetSettings
 from .cost_measurement import Grid, cut_prompts, measured_configs, runs_at
-from .cost_table import CHAIN_WAY, PLAIN_WAY, CostKey, CostTable, MeasuredPrompt, MeasuredRound
+from .cost_table import CHAIN_WAY, PLAIN_WAY, ClosedLoop, CostKey, CostTable, MeasuredRound
 from .draft_configs import ProposerSpec
 from .settings import EngineCostSettings, ScoreSettings
-from .vllm_server import MODEL, EngineReading, VllmClient, VllmLauncher
+from .vllm_server import MODEL, EngineReading, TimedAnswer, VllmClient, VllmLauncher
 
 FIELD = "score.load.costs"
 _LOOK_SECONDS = 0.05  # between two readings of the counters, which cost the server some milliseconds each
 _SETTLE_SECONDS = 30.0  # for the counters to tell what was answered
 _WARM_TOKENS = 8
 _DOUBLINGS = 4  # of an answer's length, until enough rounds are of the whole batch
-_PROMPTS_A_LENGTH = 6  # the first settles
+_STEADY_SECONDS, _MOST_RUNS = 1.0, 8  # of rounds that are timed at a place, and runs for them at most
+_LOOP_SECONDS, _FEWEST_WAVES, _MOST_WAVES = 3.0, 2, 64  # of closed-loop traffic; a wave: an answer of each in flight
+_TEXTS = 16  # prompts of closed-loop traffic are so many at least
 _REPEATED_TOKENS = 16  # prompts of prompt lookup repeat so many, so that it finds what to draft
 _LEAST_SHARE = 0.9  # of a trained draft's rounds that draft, and of a full draft that is drafted
 _SYNTHETIC_SINCE = (0, 23)
@@ -63,9 +73,9 @@ class EngineClient(Protocol):
     name: str
 
     def begin(
-        self, prompts: Sequence[Sequence[int]], tokens: int, sampling: SamplingSettings
-    ) -> list[Future[list[int]]]:
-        """Ask for answers of `tokens` tokens to all prompts at once."""
+        self, prompts: Sequence[Sequence[int]], at_once: int, tokens: Sequence[int], sampling: SamplingSettings
+    ) -> list[Future[TimedAnswer]]:
+        """Ask for answers to all prompts, of so many tokens each, so many at once, the next one when one ends."""
 
     def read(self) -> EngineReading:
         """The server's counters."""
@@ -202,10 +212,10 @@ def _served_folder(draft: StoredDraft) -> Path:
 
 
 def _synthetic(command: ServeCommand, K: int) -> ServeCommand:
-    """The command with half of each draft accepted, whatever is drafted and by which rule."""
+    """The command with every second draft token accepted, each after accepted ones, whatever is drafted."""
     words = shlex.split(command.text)
     at = words.index("--speculative-config") + 1
-    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1 + K / 2}
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2 - 0.5**K}
     words[at] = json.dumps(json.loads(words[at]) | synthetic)
     return command._replace(text=shlex.join(words))
 
@@ -229,45 +239,60 @@ class EngineMeasurement:
 
     def plain(self, client: EngineClient, key: CostKey) -> CostTable:
         """Table of a server without a draft. Raises InputError or EngineError."""
-        grid, points, read = self.grid, list[MeasuredRound](), list[MeasuredPrompt]()
+
+        def check(share: float, drafted: float) -> None:
+            if share > 0:
+                raise InputError(f"{client.name}: drafts; must be a server without a draft")
+
         probe = _Probe(client, self.prompts, self.settings, self.room, 0)
-        with bar("times of vLLM, plain", len(grid.places) + len(grid.prompts), "points") as advance:
-            for size, context in grid.places:
-                found = probe.rounds(size, context)
-                if found.share > 0:
-                    raise InputError(f"{client.name}: drafts; must be a server without a draft")
-                points.append(_row(PLAIN_WAY, size, 0, context, found, found.seconds))
-                advance(note=f"batch {size}, context {context}")
-            for length in grid.prompts:
-                seconds = statistics.median(one.prefill_seconds for one in probe.prompts(length))
-                read.append(MeasuredPrompt(tokens=length, plain_seconds=seconds, draft_seconds=0.0))
-                advance(note=f"prompts of {length}")
-        return CostTable(key=key, points=points, prompt_points=read, measured=_today())
+        points, loops = self._measured(probe, "plain", check, lambda place, found: found.seconds)
+        return CostTable(key=key, points=points, closed_loops=loops, measured=_today())
 
     def with_draft(self, table: CostTable, client: EngineClient, K: int, family: str) -> CostTable:
-        """The table with the rounds of a server that drafts K tokens. Raises InputError or EngineError."""
-        points, read, lookup = list(table.points), list(table.prompt_points), family == LOOKUP
-        beside = {point.place: point.seconds for point in points if point.way == PLAIN_WAY}
-        # What the draft adds to a prompt is measured once, beside the first K.
-        lengths = self.grid.prompts if len(beside) == len(points) else []
-        probe = _Probe(client, self.prompts, self.settings, self.room, K, repeated=lookup)
-        steps, alone = len(self.grid.places) + len(lengths), dict[int, float]()
-        with bar(f"times of vLLM, {family} K={K}", steps, "points") as advance:
-            for size, context in self.grid.places:
+        """The table with the times of a server that drafts K tokens. Raises InputError or EngineError."""
+        beside = {point.place: point.seconds for point in table.points if point.way == PLAIN_WAY}
+
+        def full(place: tuple[int, int], found: "_SteadyRounds") -> float:
+            return full_round(found.seconds, beside[place], found.share, place[0])
+
+        def check(share: float, drafted: float) -> None:
+            _check_drafts(share, drafted, K, family == LOOKUP, client.name)
+
+        probe = _Probe(client, self.prompts, self.settings, self.room, K, repeated=family == LOOKUP)
+        points, loops = self._measured(probe, f"{family} K={K}", check, full)
+        both = {"points": [*table.points, *points], "closed_loops": [*table.closed_loops, *loops]}
+        return table.model_copy(update={**both, "measured": _today()})
+
+    def _measured(
+        self,
+        probe: "_Probe",
+        name: str,
+        check: Callable[[float, float], None],
+        seconds: Callable[[tuple[int, int], "_SteadyRounds"], float],
+    ) -> tuple[list[MeasuredRound], list[ClosedLoop]]:
+        """Rounds and closed loops of one server.
+
+        `check` refuses a share of rounds that draft, and tokens of a draft; `seconds`: of a round at a place.
+        """
+        grid, K, points, loops = self.grid, probe.K, list[MeasuredRound](), list[ClosedLoop]()
+        with bar(f"times of vLLM, {name}", len(grid.places) + len(grid.batch_sizes), "points") as advance:
+            for size, context in grid.places:
                 found = probe.rounds(size, context)
-                _check_drafts(found, K, lookup, client.name)
-                seconds = full_round(found.seconds, beside[size, context], found.share, size)
-                points.append(_row(CHAIN_WAY, size, K, context, found, seconds))
-                alone |= {context: seconds} if size == self.grid.batch_sizes[0] else {}
+                check(found.share, found.drafted)
+                points.append(
+                    MeasuredRound(
+                        way=CHAIN_WAY if K else PLAIN_WAY, batch_size=size, levels=K, tokens=K + 1,
+                        context_tokens=context, draft_seconds=0.0, verify_seconds=seconds((size, context), found),
+                        rest_seconds=0.0, rounds=max(round(found.rounds), 1),
+                    )
+                )  # fmt: skip
                 advance(note=f"batch {size}, context {context}")
-            # An answer of two tokens takes the prompt, the draft's part of it, and a round.
-            for number, length in enumerate(lengths):
-                both = statistics.median(one.inference_seconds for one in probe.prompts(length))
-                one_round = alone[min(alone, key=lambda context: abs(context - length))]
-                added = max(both - one_round - read[number].plain_seconds, 0.0)
-                read[number] = read[number].model_copy(update={"draft_seconds": added})
-                advance(note=f"prompts of {length}")
-        return table.model_copy(update={"points": points, "prompt_points": read, "measured": _today()})
+            for size in grid.batch_sizes:
+                loop, drafted = probe.closed_loop(size)
+                check(loop.drafted_share, drafted)
+                loops.append(loop)
+                advance(note=f"{size} in flight")
+        return points, loops
 
 
 def full_round(measured: float, plain: float, share: float, batch_size: int) -> float:
@@ -279,23 +304,26 @@ def full_round(measured: float, plain: float, share: float, batch_size: int) -> 
     return max((measured - idle * plain) / (1 - idle), measured / 2)
 
 
-def _row(way: str, size: int, K: int, context: int, found: "_SteadyRounds", seconds: float) -> MeasuredRound:
-    """Row of a cost table: whole rounds, as the engine does not tell their parts."""
-    return MeasuredRound(
-        way=way, batch_size=size, levels=K, tokens=K + 1, context_tokens=context, draft_seconds=0.0,
-        verify_seconds=seconds, rest_seconds=0.0, rounds=max(round(found.rounds), 1),
-    )  # fmt: skip
+def answer_lengths(count: int, mean: int, most: int) -> list[int]:
+    """Lengths of answers, in tokens: evenly from half to one and a half times the mean, in pairs that have that mean.
+
+    `most`: the longest, at least the mean.
+    """
+    width = max(min(mean // 2, most - mean, mean - 2), 0)
+    # Multiples of the golden ratio, modulo 1, lie evenly however many there are.
+    apart = [int((pair * 0.6180339887498949) % 1 * (width + 1)) for pair in range((count + 1) // 2)]
+    return [mean + sign * one for one in apart for sign in (-1, 1)][:count]
 
 
-def _check_drafts(found: "_SteadyRounds", K: int, lookup: bool, name: str) -> None:
+def _check_drafts(share: float, drafted: float, K: int, lookup: bool, name: str) -> None:
     """Raise InputError where a server does not draft K tokens in every round; prompt lookup may find less to draft."""
-    if lookup and found.share > 0:
-        if found.drafted < _LEAST_SHARE * K:
-            say(f"{name}: {found.drafted:.1f} tokens a draft instead of {K}; its rounds are timed as they are")
+    if lookup and share > 0:
+        if drafted < _LEAST_SHARE * K:
+            say(f"{name}: {drafted:.1f} tokens a draft instead of {K}; its rounds are timed as they are")
         return
-    if found.share < _LEAST_SHARE or abs(found.drafted - K) > (1 - _LEAST_SHARE) * K:
+    if share < _LEAST_SHARE or abs(drafted - K) > (1 - _LEAST_SHARE) * K:
         raise InputError(
-            f"{name}: drafts {found.drafted:.1f} tokens in {found.share:.0%} of its rounds; must draft {K} in every one"
+            f"{name}: drafts {drafted:.1f} tokens in {share:.0%} of its rounds; must draft {K} in every one"
         )
 
 
@@ -349,19 +377,20 @@ class _Probe:
         K: int,
         repeated: bool = False,
     ) -> None:
-        self._client, self._settings, self._room, self._K, self._repeated = client, settings, room, K, repeated
+        self._client, self._settings, self._room, self.K, self._repeated = client, settings, room, K, repeated
         self._text = [token for prompt in prompts for token in prompt]
 
     def rounds(self, size: int, context: int) -> _SteadyRounds:
         """Rounds of `size` requests at a mean context. Raises EngineError or InputError."""
         # 1) Answers have as many tokens as the wanted rounds need at most, whatever is accepted of the largest K.
         asked = self._settings.costs
-        most = max(2, 2 * min(context - 1, self._room - context - self._K - 2))
+        most = max(2, 2 * min(context - 1, self._room - context - self.K - 2))
         tokens = min(most, 1 + asked.rounds * (max(self._settings.draft_tokens) + 1))
         wanted, kept = size * (asked.rounds - asked.warmup_rounds), list[list[EngineReading]]()
         # 2) Kernels are chosen and caches grow in a first short run.
         self._burst(size, context, min(_WARM_TOKENS, most))
-        for _ in range(runs_at(size, asked.prompts)):
+        steady, runs = 0.0, runs_at(size, asked.prompts)
+        while len(kept) < runs or (steady < _STEADY_SECONDS and len(kept) < _MOST_RUNS):
             # 3) Longer answers where prompts were still read for most of them.
             for _ in range(_DOUBLINGS):
                 burst = self._burst(size, context, tokens)
@@ -369,6 +398,7 @@ class _Probe:
                     break
                 tokens = min(most, 2 * tokens)
             kept.append(burst.steady or [self._unsteady(burst, size, context)])
+            steady += sum(one.round_seconds for one in kept[-1]) / size
         # 4) Their seconds: medians, as somebody may disturb some; but the mean where plain rounds are among them.
         every = [one for burst in kept for one in burst]
         for one in every:
@@ -380,16 +410,44 @@ class _Probe:
         seconds = sum(one.round_seconds for one in every) / rounds if mixed else statistics.median(bursts)
         return _SteadyRounds(seconds, rounds / size, drafts / rounds, drafted)
 
-    def prompts(self, length: int) -> list[EngineReading]:
-        """What single requests add to the counters: each a prompt of `length` tokens and two tokens of an answer."""
-        found = []
-        for prompt in self._prompts(_PROMPTS_A_LENGTH, length):
-            before = self._idle()
-            asked = self._client.begin([prompt], 2, self._settings.sampling[0])
-            asked[0].result()
-            found.append(self._settled(before, 1))
-            self._check_counted(1, min(found[-1].prefill_seconds, found[-1].inference_seconds), "prompts")
-        return found[1:]
+    def closed_loop(self, size: int) -> tuple[ClosedLoop, float]:
+        """Closed-loop traffic of `size` requests at the load's lengths, and tokens of a draft (0: nothing was drafted).
+
+        Raises EngineError or InputError.
+        """
+        load = self._settings.load
+        assert load is not None
+        texts, room = cycle(self._prompts(max(size, _TEXTS), load.prompt_tokens)), _room(size, load.context_tokens)
+        most = self._room - load.prompt_tokens - self.K - 1
+
+        def answers(count: int) -> tuple[EngineReading, EngineReading]:
+            """What so many answers add while all requests are in flight, and in all."""
+            before, looks = self._idle(), list[EngineReading]()
+            prompts = list(islice(texts, count))
+            lengths = answer_lengths(count, load.answer_tokens, most)
+            asked = self._client.begin(prompts, size, lengths, self._settings.sampling[0])
+            while not all(one.done() for one in asked):
+                now = self._client.read()
+                # From where each has ended two, about, to where none is left to be sent.
+                looks += [now] if 2 * size <= now.since(before).finished <= count - size else []
+                for one in wait(asked, timeout=5 * _LOOK_SECONDS, return_when=FIRST_EXCEPTION).done:
+                    one.result()
+            added = self._settled(before, count, room)
+            return looks[-1].since(looks[0]) if looks else added, added
+
+        # 1) First answers settle the server, and tell how long the traffic must last.
+        _, first = answers(size)
+        waves = min(max(math.ceil(_LOOP_SECONDS / max(first.at, 1e-9)), _FEWEST_WAVES), _MOST_WAVES)
+        # 2) The traffic. Where it ends before it was seen, all of it counts.
+        seen, added = answers((waves + 3) * size)
+        seen = seen if seen.first_tokens and seen.rounds else added
+        self._check_counted(seen.rounds, min(seen.round_seconds, size * seen.at), "rounds")
+        loop = ClosedLoop(
+            batch_size=size, levels=self.K, prompt_tokens=load.prompt_tokens, answer_tokens=load.answer_tokens,
+            seconds=size * seen.at / seen.first_tokens, rounds=seen.rounds / seen.first_tokens,
+            drafted_share=seen.drafts / seen.rounds, prompts=round(seen.first_tokens),
+        )  # fmt: skip
+        return loop, added.drafted / added.drafts if added.drafts else 0.0
 
     def _check_counted(self, count: float, seconds: float, what: str) -> None:
         """Raise EngineError where a server answers, and counts no time or less than a nanosecond for it."""
@@ -407,7 +465,7 @@ class _Probe:
         # 1) Look again and again, but at a single request, whose rounds are all alike.
         before, looks, waited = self._idle(), list[EngineReading](), False
         prompts = self._prompts(size, max(context - tokens // 2, 1))
-        asked = self._client.begin(prompts, tokens, self._settings.sampling[0])
+        asked = self._client.begin(prompts, size, [tokens] * size, self._settings.sampling[0])
         while not all(one.done() for one in asked):
             if size > 1:
                 now = self._client.read().since(before)
@@ -418,9 +476,7 @@ class _Probe:
                 if one.done():
                     one.result()
         # 2) What was counted.
-        added = self._settled(before, size)
-        if added.preempted:
-            raise EngineError(f"{self._client.name}: stopped {added.preempted:.0f} requests; {_room(size, context)}")
+        added = self._settled(before, size, _room(size, context))
         steady = [after.since(one) for one, after in pairwise(looks)] if size > 1 else [added]
         return _Burst([one for one in steady if one.rounds], added, waited)
 
@@ -443,10 +499,12 @@ class _Probe:
             )
         return found
 
-    def _settled(self, before: EngineReading, size: int) -> EngineReading:
-        """What `size` requests have added, once the server has counted them."""
+    def _settled(self, before: EngineReading, size: int, room: str) -> EngineReading:
+        """What `size` requests have added, once the server has counted them. `room`: advice where some were stopped."""
         now = self._until(lambda one: one.since(before).finished >= size, "does not count all of its answers")
         added = now.since(before)
+        if added.preempted:
+            raise EngineError(f"{self._client.name}: stopped {added.preempted:.0f} requests; {room}")
         if (added.finished, added.first_tokens) != (size, size):
             raise EngineError(
                 f"{self._client.name}: answered {added.first_tokens:.0f} requests where {size} were sent; it must "

@@ -1,10 +1,14 @@
 """Serving load: speed-up, goodput and break-even by batch size at the operator's load, from fitted times.
 
 All B slots run their rounds together, each with progress of its own, so a round yields tau tokens a slot. A slot's
-answer of L tokens costs one prompt, which yields the first token, and (L - 1) / tau rounds. While a prompt is read the
-other slots wait, and each slot has a prompt to be read. So the time T_B of an answer in each of B slots, at context C:
+answer of L tokens costs one prompt, which yields the first token, and (L - 1) / tau rounds. A prompt delays all slots,
+and each slot has one to be read. So the time T_B of an answer in each of B slots, at context C, with prompts' seconds
+p(B), the draft's part included, and without a draft:
 
-    T_B(tau) = B (prompt + draft's prompt) + (L - 1) / tau x round(B, C)      plain: B prompt + (L - 1) plain(B, C)
+    T_B(tau) = B p(B) + (L - 1) / tau x round(B, C)      plain: B p(B) + (L - 1) plain(B, C)
+
+In draftforge's own decoder the others wait while a prompt is read, so p is the time that it takes alone, whatever B is.
+An engine reads prompts together, and in the rounds of others: its p(B) is measured under such load (`cost_model.py`).
 
 Speed-up at B: plain over T_B. Goodput: B L / T_B tokens a second. Shares are of the busy *time* at each batch size, as
 a server's log shows them, so the work of a share is what plain decoding does in it: speed-ups pool harmonically, by
@@ -104,8 +108,7 @@ class LoadTimes:
         return pooled([self.gain_at(size, config, drafted_share) for size in shares], list(shares.values()))
 
     def gain_at(self, batch_size: int, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
-        """Gain at one batch size. `drafted_share`: share of a slot's rounds that draft at all; a round in which no slot
-        does costs a plain one, and slots draft independently of one another."""
+        """Gain at one batch size. `drafted_share`: share of a slot's rounds that draft at all."""
         place = batch_size, config, drafted_share
         if place not in self._gains:
             self._gains[place] = self._gain_at(*place)
@@ -117,23 +120,21 @@ class LoadTimes:
         return {}
 
     def _gain_at(self, batch_size: int, config: DraftConfig, drafted_share: float) -> Gain:
-        # Seconds of a prompt, a plain round and a drafted one at this batch size.
-        context, later = self.load.context_tokens, self.load.answer_tokens - 1
-        prompt, draft_prompt = self.fit.prompt(self.load.prompt_tokens)
-        plain = self.fit.plain(batch_size, context)
-        drafted = self.fit.round(config, batch_size, context).seconds
-        # A round in which no slot drafts costs a plain one.
-        idle = (1 - drafted_share) ** batch_size
-        seconds = (1 - idle) * drafted + idle * plain
         # Both parts of an answer in units of plain decoding of all of it.
-        whole = batch_size * prompt + later * plain
-        return Gain(batch_size * (prompt + draft_prompt) / whole, later * seconds / whole)
+        context, later = self.load.context_tokens, self.load.answer_tokens - 1
+        prompts = batch_size * self.fit.prompt(config, batch_size, self.load.prompt_tokens)
+        rounds = later * self.fit.mean_round(config, batch_size, context, drafted_share)
+        plain = self._plain_answer(batch_size)
+        return Gain(prompts / plain, rounds / plain)
+
+    def _plain_answer(self, batch_size: int) -> float:
+        """Seconds of an answer without a draft in each of so many slots."""
+        prompts = batch_size * self.fit.prompt(DraftConfig(0), batch_size, self.load.prompt_tokens)
+        return prompts + (self.load.answer_tokens - 1) * self.fit.plain(batch_size, self.load.context_tokens)
 
     def plain_goodput_at(self, batch_size: int) -> float:
         """Goodput without a draft at one batch size, in tokens a second."""
-        tokens, (prompt, _) = self.load.answer_tokens, self.fit.prompt(self.load.prompt_tokens)
-        plain = self.fit.plain(batch_size, self.load.context_tokens)
-        return batch_size * tokens / (batch_size * prompt + (tokens - 1) * plain)
+        return batch_size * self.load.answer_tokens / self._plain_answer(batch_size)
 
     @cached_property
     def plain_goodput(self) -> float:

@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -204,14 +205,12 @@ class EngineReading(NamedTuple):
     """Rounds of all requests after their first token, with a draft or without: a pass over B requests counts B."""
     round_seconds: float
     """Seconds between the ends of a request's rounds, summed over all of them."""
-    prefill_seconds: float
-    """Seconds from the start of a request to its first token, summed over finished ones."""
-    inference_seconds: float
-    """Seconds from the start of a request to its last token, summed over finished ones."""
     drafts: float
     """Rounds with a draft."""
     drafted: float
     """Drafted tokens."""
+    at: float = 0.0
+    """Time of the reading, in seconds of the client's clock."""
 
     def since(self, before: "EngineReading") -> "EngineReading":
         """What was added after `before`. Raises EngineError where a counter went backwards: the engine restarted."""
@@ -233,8 +232,6 @@ def read_engine(text: str, source: str) -> EngineReading:
         "request_success_total",
         "inter_token_latency_seconds_count",
         "inter_token_latency_seconds_sum",
-        "request_prefill_time_seconds_sum",
-        "request_inference_time_seconds_sum",
     ]
     missing = next((name for name in names if f"vllm:{name}" not in found), None)
     if missing is not None:
@@ -242,9 +239,7 @@ def read_engine(text: str, source: str) -> EngineReading:
             f"{source}: has no vllm:{missing}; must be metrics of vLLM 0.23 or later, started without "
             "--disable-log-stats"
         )
-    running, waiting, first, finished, rounds, seconds, prefill, inference = (
-        total(found, f"vllm:{name}") for name in names
-    )
+    running, waiting, first, finished, rounds, seconds = (total(found, f"vllm:{name}") for name in names)
     reading = EngineReading(
         running=running,
         waiting=waiting,
@@ -254,8 +249,6 @@ def read_engine(text: str, source: str) -> EngineReading:
         preempted=total(found, "vllm:num_preemptions_total"),
         rounds=rounds,
         round_seconds=seconds,
-        prefill_seconds=prefill,
-        inference_seconds=inference,
         drafts=total(found, "vllm:spec_decode_num_drafts_total"),
         drafted=total(found, "vllm:spec_decode_num_draft_tokens_total"),
     )
@@ -263,6 +256,14 @@ def read_engine(text: str, source: str) -> EngineReading:
     if odd is not None:
         raise InputError(f"{source}: {odd.replace('_', ' ')}: {getattr(reading, odd):g}: must be a count or seconds")
     return reading
+
+
+class TimedAnswer(NamedTuple):
+    """An answer, with the times at which it was asked for and had come, in seconds of one clock."""
+
+    ids: list[int]
+    begun: float
+    ended: float
 
 
 class VllmClient:
@@ -305,16 +306,37 @@ class VllmClient:
         return self._server.post("/v1/completions", body, read)
 
     def begin(
-        self, prompts: Sequence[Sequence[int]], tokens: int, sampling: SamplingSettings
-    ) -> list[Future[list[int]]]:
-        """Ask for the answers to all prompts at once, each as `answer` does."""
-        asked = []
-        for prompt in prompts:
-            found = Future[list[int]]()
+        self,
+        prompts: Sequence[Sequence[int]],
+        at_once: int,
+        tokens: Sequence[int],
+        sampling: SamplingSettings = _GREEDY,
+    ) -> list[Future[TimedAnswer]]:
+        """Ask for the answers to all prompts, each as `answer` does, `at_once` in flight: the next when one has ended.
+
+        `tokens`: of each answer. Where one fails, nothing more is asked for, and what is left fails with it.
+        """
+        answers = [Future[TimedAnswer]() for _ in prompts]
+        left = deque(zip(prompts, tokens, answers, strict=True))
+
+        def ask() -> None:
+            # One of those in flight: a connection of its own, and one request after another.
+            with suppress(IndexError):  # nothing is left
+                while True:
+                    prompt, length, found = left.popleft()
+                    begun = time.monotonic()
+                    try:
+                        ids = self.answer(prompt, length, sampling)
+                    except BaseException as error:  # raised again by who waits for it
+                        found.set_exception(error)
+                        while True:
+                            left.popleft()[-1].set_exception(error)
+                    found.set_result(TimedAnswer(ids, begun, time.monotonic()))
+
+        for _ in range(min(at_once, len(prompts))):
             # A daemon: a server that hangs must not keep the process alive.
-            Thread(target=_resolve, args=(found, partial(self.answer, prompt, tokens, sampling)), daemon=True).start()
-            asked.append(found)
-        return asked
+            Thread(target=ask, daemon=True).start()
+        return answers
 
     def metrics(self) -> str:
         """The server's metrics, as Prometheus text."""
@@ -322,7 +344,7 @@ class VllmClient:
 
     def read(self) -> EngineReading:
         """The server's counters."""
-        return read_engine(self.metrics(), f"{self.name}/metrics")
+        return read_engine(self.metrics(), f"{self.name}/metrics")._replace(at=time.monotonic())
 
 
 def _name(value: Any) -> str:
@@ -330,10 +352,3 @@ def _name(value: Any) -> str:
     if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_NAME or not value.isprintable():
         raise UnusableError(f"a name of the server must be a text of {_LONGEST_NAME} printable characters at most")
     return value
-
-
-def _resolve(found: Future[list[int]], ask: Callable[[], list[int]]) -> None:
-    try:
-        found.set_result(ask())
-    except BaseException as error:  # raised again by who waits for it
-        found.set_exception(error)

@@ -5,16 +5,17 @@
 
 vLLM (0.23 to 0.33) lives in an environment of its own and serves the target on this machine: plain, with prompt lookup,
 and with each draft at each K, one server after another. Each server answers the first turn of every prompt at each
-concurrency, at temperature 0 and with a fixed number of tokens, after a warm-up. Its counters before and after give tau
-and accepted tokens by position; tokens a second beside the plain server's on the same prompts give the speed-up.
+concurrency, at temperature 0, after a warm-up. The answer to a prompt has the same number of tokens everywhere, half to
+one and a half times `--new-tokens`: answers of one length that begin together would end together, which an operator's
+do not. A server's counters before and after give tau and accepted tokens by position; tokens a second while all
+requests are in flight, beside the plain server's on the same prompts, give the speed-up.
 
-After that each server's rounds and prompts are timed as `score.load.costs` times them, over the concurrencies as
+After that each server's rounds and answers are timed as `score.load.costs` times them, over the concurrencies as
 batch sizes. When the last server has stopped, draftforge replays each draft on the very answers that each server gave
 ("tau ours", in vLLM's convention), and measures its own times over the same batch sizes. The counts on the plain
-server's answers make a promised speed-up with the engine's times, and another with draftforge's own. Requests at once
-are fewer than the concurrency at the end of a measurement: `slots` is their mean number. `equal` is the share of
-answers that are the plain server's at the least concurrency, token by token: near ties fall otherwise in passes of
-another shape.
+server's answers make a promised speed-up with the engine's times, and another with draftforge's own. `equal` is the
+share of answers that are the plain server's at the least concurrency, token by token: near ties fall otherwise in
+passes of another shape.
 
 OUT/results.json and OUT/table.txt are written as results come; OUT/logs has the log of each server, OUT/answers what
 it answered, OUT/costs the times of both. A later run goes on: what is measured is not measured again, what failed is
@@ -364,7 +365,7 @@ def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None
                 rows.append(about | {"failed": bench.found["failed"].get(setup.key, "was not measured")})
                 continue
             mine = served[key]
-            about |= {name: mine[name] for name in ("slots", "tokens_per_second")}
+            about |= {"tokens_per_second": mine["tokens_per_second"]}
             if draft is None:
                 rows.append(about)
                 continue
@@ -415,7 +416,7 @@ def rankings(rows: Sequence[Json]) -> list[Json]:
 def show(bench: Bench, console: Console) -> None:
     """Print the table, the rankings, notes and what failed."""
     table = Table(title=f"{bench.found['settings']['new_tokens']} tokens an answer, T = 0; {bench.found['hardware']}")
-    columns = "engine|draft|step|K|conc.|slots|tau served|ours|%|accepted served|ours|tokens/s|speed-up served"
+    columns = "engine|draft|step|K|conc.|tau served|ours|%|accepted served|ours|tokens/s|speed-up served"
     for title in f"{columns}|promised|%|by own rounds|equal".split("|"):
         table.add_column(title)
     for row in bench.found["rows"]:
@@ -424,7 +425,7 @@ def show(bench: Bench, console: Console) -> None:
         if "failed" in row:
             table.add_row(*cells, "", escape(row["failed"]))
             continue
-        cells += [number(row["slots"], ".1f"), number(row.get("tau_served")), number(row.get("tau_ours"))]
+        cells += [number(row.get("tau_served")), number(row.get("tau_ours"))]
         cells += [number(row.get("tau_percent"), "+.1f")]
         cells += [" ".join(map(number, row.get(f"accepted_{side}") or [])) for side in ("served", "ours")]
         cells += [number(row["tokens_per_second"], ",.0f"), number(row.get("speedup_served"))]
@@ -470,7 +471,7 @@ def main(
     lookup: Annotated[bool, typer.Option(help="Serve prompt lookup, too.")] = True,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Again for more; 1, 8, 32, 64.")] = None,
     draft_tokens: Annotated[list[int] | None, typer.Option(min=1, help="K; again for more; 1, 2, 4.")] = None,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of every answer.")] = 128,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, on average.")] = 128,
     seconds: Annotated[float, typer.Option(min=0, help="Of a measurement, about, at least.")] = 6,
     dtype: Annotated[str, typer.Option(help="Of target and drafts, here and there.")] = "bfloat16",
     start_seconds: Annotated[float, typer.Option(min=1, help="A server must answer within these.")] = 600,
@@ -499,6 +500,7 @@ def main(
         "target": settings.model,
         "dtype": dtype,
         "new_tokens": new_tokens,
+        "lengths": "half to one and a half",
         "seconds": seconds,
         "flags": flags,
     }

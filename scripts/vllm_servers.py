@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +12,11 @@ import torch
 from draftforge import storage
 from draftforge.errors import EngineError
 from draftforge.eval.cost_measurement import Grid
-from draftforge.eval.cost_table import CostKey, CostTable, hardware_name
-from draftforge.eval.engine_costs import EngineMeasurement
+from draftforge.eval.cost_table import CostKey, CostTable, hardware_name, kept_table
+from draftforge.eval.engine_costs import EngineMeasurement, answer_lengths
 from draftforge.eval.engine_metrics import Counters, parse
 from draftforge.eval.settings import CostSettings, LoadSettings, ScoreSettings
-from draftforge.eval.vllm_server import VllmClient
+from draftforge.eval.vllm_server import TimedAnswer, VllmClient
 from draftforge.specdec.formats.layouts import NATIVE
 from draftforge.specdec.serve_commands import ServeCommand, lookup_command, plain_command, serve_command
 from draftforge.specdec.serving_plan import ServingPlan
@@ -83,41 +82,37 @@ def _counted(client: VllmClient) -> Counters:
     return parse(client.metrics(), f"{client.name}/metrics")
 
 
-def timed_answer(client: VllmClient, prompt: Prompt, tokens: int) -> tuple[list[int], float]:
-    """Ids of a greedy answer of exactly so many tokens, and its seconds. Raises EngineError."""
-    begun = time.monotonic()
-    return client.answer(prompt.ids, tokens), time.monotonic() - begun
-
-
 def measure(
     client: VllmClient, setup: Setup, prompts: Sequence[Prompt], concurrency: int, tokens: int, seconds: float
 ) -> tuple[Json, list[tuple[int, list[int]]]]:
     """Figures of one server at one concurrency over about so many seconds, and its answers by number of the prompt."""
-    with ThreadPoolExecutor(concurrency) as pool:
 
-        def ask(order: Sequence[int]) -> tuple[list[tuple[list[int], float]], float]:
-            begun = time.monotonic()
-            replies = list(pool.map(lambda number: timed_answer(client, prompts[number], tokens), order))
-            return replies, time.monotonic() - begun
+    lengths = answer_lengths(len(prompts), tokens, 2 * tokens)
 
-        # 1) Warm up at this concurrency, which also says how long a request takes.
-        warm = list(islice(cycle(range(len(prompts))), 2 * concurrency))
-        a_request = ask(warm)[1] / len(warm)
-        # 2) Whole passes over the prompts, so that each counts alike, and twice as many requests as run at once.
-        passes = math.ceil(max(seconds / a_request, 2 * concurrency) / len(prompts))
-        order = [number for _ in range(passes) for number in range(len(prompts))]
-        before = None if setup.draft is None else counters(client)
-        replies, took = ask(order)
-    figures: Json = {"requests": len(order), "tokens": len(order) * tokens, "seconds": took}
-    figures["tokens_per_second"] = figures["tokens"] / took
-    figures["slots"] = sum(each for _, each in replies) / took
+    def ask(order: Sequence[int]) -> list[TimedAnswer]:
+        given = [prompts[number].ids for number in order]
+        return [one.result() for one in client.begin(given, concurrency, [lengths[number] for number in order])]
+
+    # 1) Warm up at this concurrency, which also says how long an answer takes.
+    replies = ask(list(islice(cycle(range(len(prompts))), 2 * concurrency)))
+    an_answer = (max(one.ended for one in replies) - replies[0].begun) / 2
+    # 2) Whole passes over the prompts, so that each counts alike.
+    passes = math.ceil(concurrency * max(seconds / an_answer, 4) / len(prompts))
+    order = [number for _ in range(passes) for number in range(len(prompts))]
+    before = None if setup.draft is None else counters(client)
+    replies = ask(order)
+    # 3) The speed is that of the time in which all are in flight: from a second answer of each to the last to begin.
+    begun, until = (max(one.begun for one in some) for some in (replies[: 2 * concurrency], replies))
+    ended = sum(len(one.ids) for one in replies if begun < one.ended <= until)
+    figures: Json = {"requests": len(order), "tokens": ended, "seconds": until - begun}
+    figures["tokens_per_second"] = figures["tokens"] / figures["seconds"]
     if before is not None:
         added = counters(client).since(before)
         if not added.rounds:
             raise EngineError("its counters tell no draft")
         figures |= {"drafts": added.rounds, "drafted": added.drafted, "accepted": added.accepted, "tau": added.tau}
         figures["accepted_at"] = [count / added.rounds for count in added.accepted_at]
-    return figures, [(number, ids) for number, (ids, _) in zip(order, replies, strict=True)]
+    return figures, [(number, one.ids) for number, one in zip(order, replies, strict=True)]
 
 
 def scoring(prompts: Sequence[Prompt], asked: Json) -> ScoreSettings:
@@ -142,9 +137,8 @@ class EngineTimes:
         self._folder, self._dtype, self._flags = folder, target.dtype, " ".join(asked["flags"])
 
     def table(self, draft: Draft | None) -> CostTable | None:
-        """Rounds of the plain server, with those of a draft; None where they were not measured."""
-        file = self._file(draft)
-        return CostTable.model_validate_json(file.read_bytes()) if file.is_file() else None
+        """Times of the plain server, with those of a draft; None where they were not measured."""
+        return kept_table(self._file(draft))
 
     def known(self, setup: Setup) -> bool:
         """Whether a server's rounds were measured."""

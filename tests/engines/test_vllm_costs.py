@@ -68,7 +68,9 @@ def test_a_score_by_times_of_a_real_engine(
             (k, size) for k in (0, K) for size in (1, 2, 3)
         }
         assert all(0 < row.verify_seconds < 60 and row.rounds >= 1 for row in table.points)
-        assert all(0 < one.plain_seconds < 60 for one in table.prompt_points)
+        loops = {(loop.levels, loop.batch_size): loop for loop in table.closed_loops}
+        assert set(loops) == {(row.levels, row.batch_size) for row in table.points}
+        assert all(0 < loop.seconds < 600 and 0 < loop.rounds < 40 for loop in loops.values())
     # 2) Scores are by these, and say so.
     times = scored.times["small", 2]
     assert isinstance(times, LoadTimes) and times.table in tables

@@ -54,7 +54,7 @@ def test_a_servers_own_counters_are_the_rounds_of_its_answers(trained_drafts: Tr
         per_request_spec_decode_metrics="summary",
     ) as address:
         before, client = settled(address), VllmClient("vLLM", address)
-        idle = client.read()
+        idle, begun = client.read(), time.monotonic()
         for ids, length in asked:
             body = {"model": "tiny", "prompt": ids, "max_tokens": length, "temperature": 0.0, "ignore_eos": True}
             answer = requests.post(f"{address}/v1/completions", json=body | {"return_token_ids": True}, timeout=120)
@@ -66,16 +66,16 @@ def test_a_servers_own_counters_are_the_rounds_of_its_answers(trained_drafts: Tr
             runs = matched_runs(target, make_proposer(draft, target), ids, own.tokens, K)
             expected.append(EngineCounts.from_rounds(engine_rounds("vllm", runs, K, length), K))
         counted = settled(address).since(before)
-        added = client.read().since(idle)
+        added, took = client.read().since(idle), time.monotonic() - begun
     assert (counted.engine, counted.convention, counted.restarted) == ("vllm", "unclipped", False)
     assert counted.rounds == sum(one.rounds for one in expected) > 0
     assert counted.accepted == sum(one.accepted for one in expected) > 0
     assert counted.drafted == sum(one.drafted for one in expected) > counted.accepted
     assert counted.accepted_at == tuple(map(sum, zip(*(one.accepted_K for one in expected))))
-    # What costs are measured by: rounds with their seconds, which with the prompts' are all of an answer's time.
+    # What costs are measured by: rounds with their seconds.
     assert (added.first_tokens, added.finished, added.engines) == (len(asked), len(asked), 1)
     assert added.rounds == added.drafts == counted.rounds and added.drafted == counted.drafted
-    assert added.inference_seconds == pytest.approx(added.prefill_seconds + added.round_seconds)
+    assert 0 < added.round_seconds < took
     # Each response tells its own share of these.
     told = parse_responses("\n".join(answers), "answers", lambda line: f"max_tokens {line['request']['max_tokens']}")
     assert (told.requests, told.uncounted) == (len(asked), 0)

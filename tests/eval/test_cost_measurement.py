@@ -196,7 +196,7 @@ def test_real_rounds_and_prompts_are_fitted(
     assert keys_and_values <= table.cache_bytes_per_token < 1.5 * keys_and_values
     times = LoadTimes(table, LOAD)
     assert times.plain_seconds > 0 and times.cost(DraftConfig(3)).draft_seconds > 0
-    assert times.gain(DraftConfig(2, "wide")).rounds > 0 and fit.prompt(32)[0] > 0
+    assert times.gain(DraftConfig(2, "wide")).rounds > 0 and fit.prompt(DraftConfig(0), 1, 32) > 0
     # The table is kept in a file of its grid; batch 1 has another.
     path = tmp_path / costs_file(key, grid)
     assert cached_costs(path, key, lambda: table) == cached_costs(path, key, pytest.fail) == table

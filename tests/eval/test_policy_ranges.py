@@ -58,10 +58,10 @@ def speedup_from_the_table(name: str, times: LoadTimes, K: int, tau: float, size
     for point in TIMES[name].points:
         if (point.batch_size, point.context_tokens) == (size, load.context_tokens):
             found[point.levels] = point.seconds
-    prompt, more = times.fit.prompt(load.prompt_tokens)
+    prompt, with_draft = (times.fit.prompt(DraftConfig(levels), size, load.prompt_tokens) for levels in (0, K))
     later = load.answer_tokens - 1
     plain = size * prompt + later * found[0]
-    return plain if K == 0 else plain / (size * (prompt + more) + later / tau * found[K])
+    return plain if K == 0 else plain / (size * with_draft + later / tau * found[K])
 
 
 def chosen(policy: ServingPolicy) -> list[int]:

@@ -37,8 +37,6 @@ def metrics_text(now: EngineReading, engine: str = "0") -> str:
         "time_to_first_token_seconds_sum": 1.0,
         "inter_token_latency_seconds_count": now.rounds,
         "inter_token_latency_seconds_sum": now.round_seconds,
-        "request_prefill_time_seconds_sum": now.prefill_seconds,
-        "request_inference_time_seconds_sum": now.inference_seconds,
         "spec_decode_num_drafts_total": now.drafts,
         "spec_decode_num_draft_tokens_total": now.drafted,
     }
@@ -71,8 +69,8 @@ class Served:
             return 200, metrics_text(self.engine.read())
         assert body is not None
         self.bodies.append(body)
-        (asked,) = self.engine.begin([body["prompt"]], body["max_tokens"], GREEDY)
-        return 200, json.dumps({"choices": [{"token_ids": asked.result()}]})
+        (asked,) = self.engine.begin([body["prompt"]], 1, [body["max_tokens"]], GREEDY)
+        return 200, json.dumps({"choices": [{"token_ids": asked.result().ids}]})
 
 
 @pytest.fixture
@@ -113,19 +111,47 @@ def test_answers_and_counters_over_http(served: tuple[Served, str]) -> None:
     before = client.read()
     warm = SamplingSettings(temperature=0.5, top_p=0.9)
     for prompt, sampling in (([1, 2, 3], GREEDY), ([4, 5], warm)):
-        (asked,) = client.begin([prompt], 9, sampling)
-        assert asked.result(30) == [0] * 9
+        (asked,) = client.begin([prompt], 1, [9], sampling)
+        assert asked.result(30).ids == [0] * 9
     added = client.read().since(before)
     assert (added.first_tokens, added.finished, added.engines, added.running) == (2, 2, 1, 0)
     assert added.round_seconds == pytest.approx(0.5 * added.rounds) and added.rounds == added.drafts > 0
-    assert added.drafted == 2 * added.drafts and added.prefill_seconds == pytest.approx(0.25 * 5)
-    assert added.inference_seconds == pytest.approx(added.prefill_seconds + added.round_seconds)
+    assert added.drafted == 2 * added.drafts
     # Every answer has one length, and no prompt is found in the prefix cache.
     first, second = state.bodies
     assert first["prompt"] == [1, 2, 3] and first["temperature"] == 0 and second["temperature"] == 0.5
     assert all(body["ignore_eos"] and body["max_tokens"] == 9 and body["model"] == "big" for body in state.bodies)
     assert first["cache_salt"] != second["cache_salt"]
     assert set(state.headers) == {"Bearer a-key"}
+
+
+def test_a_closed_loop_keeps_so_many_in_flight_and_order(served: tuple[Served, str]) -> None:
+    """Seven prompts, three at once: the replies to the first three wait for one another, and nothing is asked twice."""
+    state, url = served
+    client, together, inner = VllmClient("f", url, model="m"), threading.Barrier(3), state.answer
+    flying, most, lock = list[int](), list[int](), threading.Lock()
+
+    def answer(path: str, body: dict[str, Any] | None) -> tuple[int, str]:
+        assert body is not None
+        (number,) = body["prompt"]
+        with lock:
+            flying.append(number)
+            most.append(len(flying))
+        if number < 3:
+            together.wait(30)
+        with lock:
+            flying.remove(number)
+        return 200, json.dumps({"choices": [{"token_ids": [number] * 2}]})
+
+    state.answer = answer  # type: ignore[method-assign]
+    found = [one.result(30) for one in client.begin([[number] for number in range(7)], 3, [2] * 7)]
+    assert [one.ids for one in found] == [[number] * 2 for number in range(7)] and max(most) == 3 and len(most) == 7
+    assert all(one.begun <= one.ended for one in found) and found[3].begun >= min(one.ended for one in found[:3])
+    # One that fails ends it all.
+    state.answer = inner  # type: ignore[method-assign]
+    state.replies["/v1/completions"] = 500, "{}"
+    asked, before = client.begin([[1]] * 50, 2, [2] * 50), len(state.headers)
+    assert all(isinstance(one.exception(30), EngineError) for one in asked) and len(state.headers) - before <= 2
 
 
 def test_a_server_that_fails_or_goes_elsewhere_is_one_line(served: tuple[Served, str]) -> None:
@@ -166,9 +192,9 @@ def test_a_server_that_fails_or_goes_elsewhere_is_one_line(served: tuple[Served,
 
 
 def test_counters_that_went_backwards_are_another_engines() -> None:
-    now = read_engine(metrics_text(EngineReading(1, 2, 1, 3, 2, 0, 40, 4.0, 5.0, 6.0, 40, 80)), "m")
-    assert now == EngineReading(1, 2, 1, 3, 2, 0, 40, 4.0, 5.0, 6.0, 40, 80)
-    assert now.since(now) == EngineReading(1, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    now = read_engine(metrics_text(EngineReading(1, 2, 1, 3, 2, 0, 40, 4.0, 40, 80)), "m")
+    assert now == EngineReading(1, 2, 1, 3, 2, 0, 40, 4.0, 40, 80)
+    assert now.since(now) == EngineReading(1, 2, 1, 0, 0, 0, 0, 0, 0, 0)
     with pytest.raises(EngineError, match="went backwards"):
         now.since(now._replace(rounds=41))
     two = read_engine(metrics_text(now) + metrics_text(now, engine="1"), "m")
@@ -177,8 +203,8 @@ def test_counters_that_went_backwards_are_another_engines() -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e308])
 def test_what_is_no_count_is_refused(value: float) -> None:
-    usual = EngineReading(1, 2, 1, 3, 2, 0, 40, 4.0, 5.0, 6.0, 40, 80)
-    for name in set(EngineReading._fields) - {"engines"}:
+    usual = EngineReading(1, 2, 1, 3, 2, 0, 40, 4.0, 40, 80)
+    for name in set(EngineReading._fields) - {"engines", "at"}:
         with pytest.raises(InputError, match=f"^m: {name.replace('_', ' ')}: .*must be a count or seconds"):
             read_engine(metrics_text(usual._replace(**{name: value})), "m")  # type: ignore[arg-type]
 

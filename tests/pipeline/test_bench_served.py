@@ -16,6 +16,11 @@ from typer.testing import CliRunner
 
 from draftforge.errors import EngineError, InputError
 from draftforge.eval import vllm_server
+from draftforge.eval.cost_table import CostTable
+from draftforge.eval.draft_configs import DraftConfig
+from draftforge.eval.engine_costs import answer_lengths
+from draftforge.eval.serving_load import LoadTimes
+from draftforge.eval.settings import LoadSettings
 from draftforge.scripts import bench_served, vllm_servers
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers.factory import make_proposer
@@ -25,6 +30,7 @@ from draftforge.specdec.target_settings import TargetSettings
 
 STAND_IN = Path(__file__).parents[1] / "support" / "vllm_stand_in.py"
 DEPTHS, LENGTH = (1, 2), 24
+LENGTHS = answer_lengths(3, LENGTH, 2 * LENGTH)
 
 
 class Stage:
@@ -51,15 +57,15 @@ class Stage:
         """Our greedy answers to the prompts, and the rounds that vLLM counts for them."""
         target = self.drafts.target()
         draft = make_proposer(self.drafts.draft("eagle3"), target)
-        for ids in (target.tokenizer(text).input_ids for text in PROMPTS[:3]):
+        for ids, length in zip((target.tokenizer(text).input_ids for text in PROMPTS), LENGTHS):
             request = Request(ids, SamplingSettings(), 0, LENGTH + max(DEPTHS), frozenset())
             ((_, own),) = generate(target, None, [request], draft_tokens=0)
-            self.state["answers"][json.dumps(ids)] = own.tokens[:LENGTH]
+            self.state["answers"][json.dumps(ids)] = own.tokens[:length]
             for K in DEPTHS:
                 runs = matched_runs(target, draft, ids, own.tokens, K)
                 self.runs.setdefault(K, []).append(runs)
                 rounds = self.state["rounds"].setdefault(f"{self.draft} {K}", {})
-                rounds[json.dumps(ids)] = [one.accepted for one in engine_rounds("vllm", runs, K, LENGTH)]
+                rounds[json.dumps(ids)] = [one.accepted for one in engine_rounds("vllm", runs, K, length)]
         self.write()
 
     def write(self) -> None:
@@ -91,7 +97,8 @@ def stage(trained_drafts: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def reached_and_accepted(runs: Sequence[CountedRounds], K: int) -> list[float]:
     """Shares of full drafts that accept 1, 2, ... tokens, by our convention: alphas of the positions reached."""
-    rounds: list[EngineRound] = [one for run in runs for one in engine_rounds("draftforge", run, K, LENGTH)]
+    pairs = zip(runs, LENGTHS, strict=True)
+    rounds: list[EngineRound] = [one for run, length in pairs for one in engine_rounds("draftforge", run, K, length)]
     alphas = [
         sum(one.accepted >= k for one in rounds) / sum(one.drafted >= k and one.accepted >= k - 1 for one in rounds)
         for k in range(1, K + 1)
@@ -122,13 +129,20 @@ def test_served_figures_stand_beside_ours_and_a_second_run_goes_on(stage: Stage)
             assert row["equal_answers"] == 1
             speeds = [rows[key]["tokens_per_second"] for key in (("eagle3", K, size), ("plain", 0, size))]
             assert row["speedup_served"] == pytest.approx(speeds[0] / speeds[1])
-            # The counts are of the plain server's answers, which are the same; prompts take next to nothing.
+            # The promise is by the server's times, on the counts of the plain server's answers, which are the same.
             ((key, own),) = found["ours"].items()
-            promised = own["measurements"][f"{key}-K{K}-c{size}"]["promised_tau"] / (1 + K / 5)
-            assert row["speedup_promised"] == pytest.approx(promised, rel=0.02) and row["speedup_by_own_rounds"] > 0
+            table = CostTable.model_validate_json((stage.folder / f"out/costs/engine-{key}.json").read_bytes())
+            loop = next(one for one in table.closed_loops if (one.levels, one.batch_size) == (K, size))
+            load = LoadSettings(
+                engine="vllm", batch_sizes={size: 1.0}, context_tokens=loop.prompt_tokens + LENGTH // 2,
+                answer_tokens=LENGTH,
+            )  # fmt: skip
+            tau = own["measurements"][f"{key}-K{K}-c{size}"]["promised_tau"]
+            gain = LoadTimes(table, load).gain_at(size, DraftConfig(K))
+            assert row["speedup_promised"] == pytest.approx(gain.speedup(tau)) and row["speedup_by_own_rounds"] > 0
             assert rows["medusa", K, size]["failed"].endswith("ValueError: no medusa here")
-    # Whole passes over three prompts, for twice as many requests as run at once.
-    assert [found["served"][f"plain-c{size}"]["requests"] for size in (1, 2)] == [3, 6]
+    # Whole passes over three prompts, for four times as many requests as run at once.
+    assert [found["served"][f"plain-c{size}"]["requests"] for size in (1, 2)] == [6, 9]
     assert "no medusa here" in (stage.folder / "out/table.txt").read_text()
     assert stage.starts == ["plain 0", "eagle3 1", "eagle3 2", "medusa 1", "medusa 2"]
     # The second run starts what failed, and nothing else; it replays nothing again.
