@@ -242,6 +242,13 @@ def reversed_layers(config: Json, tensors: Tensors) -> None:
             tensors[f"layers.{count - 1 - int(number)}.{rest}"] = tensor
 
 
+def unanchored(config: Json, tensors: Tensors) -> None:
+    """A block whose first row is said to draft nothing."""
+    for holder in (config, config.get("dflash_config", {})):
+        if "sample_from_anchor" in holder:
+            holder["sample_from_anchor"] = False
+
+
 def without_norm(config: Json, tensors: Tensors) -> None:
     """The file lacks the final norm."""
     del tensors["norm.weight"]
@@ -272,7 +279,7 @@ def untied(config: Json, tensors: Tensors) -> None:
     tensors["lm_head.weight"] = 0.05 * torch.randn(table.shape, generator=torch.Generator().manual_seed(SEED)).to(table)
 
 
-HEADS, BLOCKS = ("eagle3",), ("eagle3", "dflash")
+HEADS, BLOCKS = ("eagle3",), ("eagle3", "dflash", "dspark")
 LAYERED = ("eagle", "eagle3", "dflash", "small")
 BOTH: tuple[Format, ...] = ("vllm", "speculators")
 OURS: tuple[Format, ...] = ("vllm",)
@@ -337,6 +344,7 @@ FAULTS = (
         ("sliding window",),
         both(field("sliding_window", 16), field("use_sliding_window", True), field("max_window_layers", 0)),
     ),
+    Fault("anchor that does not draft", ("dspark",), BOTH, ("layout of a block",), unanchored),
     Fault("causal block", ("dflash",), OURS, ("causal or not",), field("causal", True)),
     Fault(
         "another mask token",

@@ -182,7 +182,17 @@ def block(reading: Reading, scene: Scene) -> Iterator[Change]:
 
 
 def anchor(reading: Reading, scene: Scene) -> Iterator[Change]:
-    """Rows of a block that draft the token after themselves: the anchor's row drafts too."""
+    """Rows of a block that draft the token after themselves: the anchor's row drafts too. A DSpark draft's config says
+    which; it may be wrong either way."""
+    config = reading.draft.config
+    if config.markov_rank:
+        said = not config.sample_from_anchor
+        draft = configured(reading, sample_from_anchor=said)
+        yield Change(
+            f"sample_from_anchor {str(said).lower()}, not {str(not said).lower()}", replace(reading, draft=draft)
+        )
+        return
+
     draft = shared_copy(reading.draft)
     inner = draft.forward
 

@@ -176,7 +176,7 @@ HYPOTHESES: Sequence[Hypothesis] = (
     Hypothesis("tied embeddings", ALL, vocabulary_changes.tied),
     Hypothesis("another tokenizer", ALL, vocabulary_changes.tokenizer),
     Hypothesis("state before or after the norm", STATEFUL, _norm_of_state),
-    Hypothesis("layout of a block", ("dflash",), attention_changes.anchor),
+    Hypothesis("layout of a block", ("dflash", "dspark"), attention_changes.anchor),
     Hypothesis("mask token", ("dflash", "dspark"), attention_changes.block),
     Hypothesis("causal or not", ("dflash", "dspark"), attention_changes.causal),
     Hypothesis("position shift", BLOCKS, attention_changes.positions),

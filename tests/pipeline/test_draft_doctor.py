@@ -77,6 +77,7 @@ FAULTS = [
     ("eagle3-reduced", "norm_before_residual not said", "speculators"),
     ("eagle", "rows of query and key interleaved", "vllm"),
     ("medusa", "heads in reverse", "vllm"),
+    ("dspark", "anchor that does not draft", "speculators"),
     ("small", "rope_theta of another model", "hf"),
 ]
 
