@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.document_mask import QueryMask
-from .layers import Attention, DecoderLayer, FeatureDraft, LayerConfig
+from .layers import Attention, DecoderLayer, FeatureDraft, LayerConfig, Parts
 
 
 class EagleConfig(LayerConfig):
@@ -48,10 +48,10 @@ class EagleDraft(FeatureDraft):
     def blocks(self) -> Sequence[DecoderLayer]:
         return list(self.layers)  # type: ignore[arg-type]
 
-    def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+    def parts_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Parts]:
         """fc(embedding, state) [B, N, H], as residual and as attention input: no norm stands before attention."""
         mixed_BNH = self.fc(torch.cat([embeds_BNH, state_BNH], dim=-1))
-        return mixed_BNH, mixed_BNH
+        return mixed_BNH, [(mixed_BNH, None)]
 
     def forward(self, embeds_BTH: Tensor, hidden_BTH: Tensor, trained: QueryMask, steps: int) -> list[Tensor]:
         """Training-time test from the target's post-norm states; see `FeatureDraft.unroll`."""

@@ -23,6 +23,7 @@ from .layers import (
     FeatureDraft,
     LayerConfig,
     NormedAttention,
+    Parts,
     RMSNorm,
     ids_of,
     vocabulary_maps,
@@ -173,16 +174,18 @@ class Eagle3Draft(FeatureDraft):
     def windows(self) -> Sequence[int | None]:
         return self.config.windows
 
-    def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual, [B, N, H], and what attention reads, [B, N, 2H]."""
+    def parts_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Parts]:
+        """The residual, [B, N, H], and embedding and state, which attention reads side by side."""
         # Embedding and state are normed apart; which state the residual takes is the checkpoint's choice.
+        embedded = (embeds_BNH, self.midlayer.input_layernorm)
+        if not self.config.norm_before_residual:
+            return state_BNH, [embedded, (state_BNH, self.midlayer.hidden_norm)]
         normed_BNH = self.midlayer.hidden_norm(state_BNH)
-        z_BNZ = torch.cat([self.midlayer.input_layernorm(embeds_BNH), normed_BNH], dim=-1)
-        return normed_BNH if self.config.norm_before_residual else state_BNH, z_BNZ
+        return normed_BNH, [embedded, (normed_BNH, None)]
 
-    def project_on(self, number: int, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
+    def parts_on(self, number: int, state_BNH: Tensor) -> tuple[Tensor, Parts]:
         """A later layer reads the state before it, normed; its residual is un-normed."""
-        return state_BNH, self.blocks[number].input_layernorm(state_BNH)
+        return state_BNH, [(state_BNH, self.blocks[number].input_layernorm)]
 
     def project_out(self, state_BNH: Tensor) -> Tensor:
         """The head's next state [B, N, H]: un-normed, unless `norm_output`."""

@@ -166,6 +166,13 @@ class Waves:
             cos, sin = cos * self.stretch, sin * self.stretch
         return cos.to(self._dtype), sin.to(self._dtype)
 
+    @cached_property
+    def whole_heads(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine in float32, each [B, N, D], by one GPU kernel: the same for both halves of a head."""
+        from ..kernels.pointwise import angles
+
+        return angles(self.positions_BN, self.frequency_F, self.stretch, torch.float32)
+
 
 class Rope:
     """Rotary embedding. Frequencies stay in float32 whatever the weights are: a plain object, no module, so no cast
@@ -334,10 +341,26 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    def read(self, parts: "Parts", waves: Waves) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, Q, N, D] and keys [B, G, N, D], and values, of the layer's input."""
+        z_BNZ = joined(parts)
+        value = self.self_attn.value(z_BNZ)
+        return *self.self_attn.query_and_key(z_BNZ, waves), value
+
     def finish(self, residual_BNH: Tensor, attended_BNQD: Tensor) -> Tensor:
         """Output projection, MLP and both residual additions: the next un-normed state [B, N, H]."""
         state_BNH = residual_BNH + self.self_attn.o_proj(attended_BNQD.flatten(-2))
         return state_BNH + self.mlp(self.post_attention_layernorm(state_BNH))  # type: ignore[no-any-return]
+
+
+Parts = Sequence[tuple[Tensor, RMSNorm | None]]
+"""Parts [B, N, H] of what attention reads, side by side, each with the norm that it has yet to pass."""
+
+
+def joined(parts: Parts) -> Tensor:
+    """The input [B, N, Z] of attention."""
+    normed = [x if norm is None else norm(x) for x, norm in parts]
+    return normed[0] if len(normed) == 1 else torch.cat(normed, dim=-1)
 
 
 class FeatureDraft(DraftModule):
@@ -347,7 +370,7 @@ class FeatureDraft(DraftModule):
     @property
     @abstractmethod
     def blocks(self) -> Sequence[DecoderLayer]:
-        """The draft's decoder layers; the first reads what `project_in` gives."""
+        """The draft's decoder layers; the first reads what `parts_in` gives."""
 
     @property
     def windows(self) -> Sequence[int | None]:
@@ -355,12 +378,22 @@ class FeatureDraft(DraftModule):
         return [None] * len(self.blocks)
 
     @abstractmethod
+    def parts_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Parts]:
+        """The residual [B, N, H] that the first layer's output is added to, and the parts that its attention reads."""
+
+    def parts_on(self, number: int, state_BNH: Tensor) -> tuple[Tensor, Parts]:
+        """`parts_in` of a later layer, from the state of the layer before it."""
+        raise NotImplementedError
+
     def project_in(self, embeds_BNH: Tensor, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual [B, N, H], to which the first layer's output is added, and its attention input [B, N, Z]."""
+        """The first layer's residual [B, N, H] and its attention's input [B, N, Z]."""
+        residual_BNH, parts = self.parts_in(embeds_BNH, state_BNH)
+        return residual_BNH, joined(parts)
 
     def project_on(self, number: int, state_BNH: Tensor) -> tuple[Tensor, Tensor]:
-        """`project_in` of a later layer, from the state of the layer before it."""
-        raise NotImplementedError
+        """`project_in` of a later layer."""
+        residual_BNH, parts = self.parts_on(number, state_BNH)
+        return residual_BNH, joined(parts)
 
     def project_out(self, state_BNH: Tensor) -> Tensor:
         """The draft's state [B, N, H], from that of its last layer."""
@@ -375,14 +408,12 @@ class FeatureDraft(DraftModule):
             positions_BN = torch.arange(embeds_BNH.shape[1], device=embeds_BNH.device).expand(embeds_BNH.shape[:2])
 
         # Attention writes the new keys and values into the cache and reads all that the step may see.
-        waves: Waves | None = None
+        waves = self.blocks[0].self_attn.rope.waves(positions_BN, self.dtype)
         for number, (layer, window) in enumerate(zip(self.blocks, self.windows)):
-            entered = self.project_on(number, state_BNH) if number else self.project_in(embeds_BNH, state_BNH)
-            residual_BNH, z_BNZ = entered
+            entered = self.parts_on(number, state_BNH) if number else self.parts_in(embeds_BNH, state_BNH)
+            residual_BNH, parts = entered
             attn = layer.self_attn
-            value = attn.value(z_BNZ)
-            waves = waves or attn.rope.waves(positions_BN, value.dtype)
-            query, key = attn.query_and_key(z_BNZ, waves)
+            query, key, value = layer.read(parts, waves)
             attended, _ = attend(attn, query, key, value, None, sliding_window=window, kv_step=step)
             state_BNH = layer.finish(residual_BNH, attended)
         return self.project_out(state_BNH)

@@ -16,6 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .row_products import early
 
 _BLOCK_BYTES = 1 << 14  # of a block of keys: three of them, and of values, lie in shared memory at once
 _LEAST = 16  # rows and columns of the smallest product
@@ -91,6 +94,7 @@ def attend_cached(
         D=size,
         **options,
         **blocks,
+        **early(query.device),
         num_warps=4,
         num_stages=3,
     )
@@ -191,7 +195,11 @@ def _attend(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     ENTRIES: tl.constexpr,
     SIZE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     # 1) This program's queries: a row is (head r of the group, query n).
     row, column = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)

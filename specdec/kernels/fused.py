@@ -3,10 +3,11 @@ products and rotary embeddings in one kernel each, and one product where several
 
 A module of transformers is a handful of small kernels that each read and write the whole activation. Here it becomes
 one, where that gives what the module itself gives: every class is tried once, on numbers of its own size, and left as
-it is where the two disagree. A decoder layer adds and norms in one kernel, and its last product adds to the residual.
-Only modules of the given model change; what other models of its class do is untouched.
+it is where the two disagree. A decoder layer adds and norms in one kernel, and its last product adds to the residual;
+where it decodes few rows, it is the five kernels of row_products.py and flash_decoding.py. Only modules of the given
+model change; what other models of its class do is untouched.
 
-Shapes: B rows, T tokens, H width, D head size.
+Shapes: B rows, N tokens, H width, Q query heads, G key-value heads, D head size.
 """
 
 import sys
@@ -18,14 +19,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from ..cuda_graphs import current
-from .merged_projections import share_products
+from .attention import NAME, attend
+from .merged_projections import joint_weights, share_products
 
 Forward = Callable[..., Any]
 """(module, what it reads) -> what it gives."""
 _CLOSE = 2e-2  # of the largest value: two roundings in bfloat16
 _SCALES = (0.1, 1.0, 4.0)  # of the numbers that a fused forward is tried on
+_TRIAL = "draftforge-trial"
+_TRIED = (5, 20)  # rows that the kernels for few rows are tried on: either of them on several
+_ATTENTION = ("scaling", "sliding_window", "softcap")  # what a layer tells its attention, beside what it attends with
 _ROTARY = "apply_rotary_pos_emb"  # what transformers calls the function in each model's file
 
 
@@ -52,9 +58,9 @@ def fuse(model: nn.Module, share: bool = True) -> list[str]:
             if forward is not None:
                 module.forward = MethodType(forward, module)  # bound: a copy of the module runs on its own weights
         names = [kind.__name__ for kind, forward in fused.items() if forward is not None]
-        names += _fuse_layers(model) + _fuse_angles(model)
-        # 2) Queries, keys and values, and gate and up, in one product each.
+        # 2) Queries, keys and values, and gate and up, in one product each; layers, and the angles that they read.
         shared = share_products(model) if share else 0
+        names += _fuse_layers(model) + _fuse_angles(model)
         names += [f"{shared} shared products"] if shared else []
         # 3) Rotary embeddings, which the classes of one Python module share.
         files = sorted({kind.__module__ for kind in fused})
@@ -107,23 +113,33 @@ def _eps(norm: Any) -> float:
 def _fuse_layers(model: nn.Module) -> list[str]:
     """Fuse decoder layers whose norm and MLP are fused: ours, and transformers' that compute what `_layer` does.
 
-    Returns the names of their classes.
+    Returns the names of their classes, and again of those that take the kernels for few rows.
     """
     taken: dict[type, bool] = {}
+    few: dict[type, bool] = {}  # whether the kernels for few rows agree with the class
     module: Any
     for module in model.modules():
         kind, parts = type(module), dict(module.named_children())
         if not _has_fused_parts(parts):
             continue
         if hasattr(kind, "finish"):
-            module.finish = MethodType(_finish_ours, module)
+            module.read, module.finish = MethodType(_read_ours, module), MethodType(_finish_ours, module)
             taken[kind] = True
+            if kind not in few:
+                few[kind] = _few_agree(module, _try_ours)
+            module.few_rows = few[kind]
         elif parts.keys() == {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}:
             if kind not in taken:
                 taken[kind] = _layers_agree(module)
             if taken[kind]:
                 module.forward = MethodType(_layer, module)
-    return [kind.__name__ for kind, agrees in taken.items() if agrees]
+                if kind not in few:
+                    few[kind] = _few_agree(module, _try_theirs)
+                module.few_rows = few[kind]
+                if few[kind]:
+                    module.tells_attention = _told(module)
+    names = [kind.__name__ for kind, agrees in taken.items() if agrees]
+    return [*names, *(f"few rows of {kind.__name__}" for kind, agrees in few.items() if agrees)]
 
 
 def _has_fused_parts(parts: dict[str, nn.Module]) -> bool:
@@ -141,6 +157,13 @@ def _layer(module: Any, hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
     parts, the class's own forward runs."""
     if _trains(hidden_states) or rest or not _has_fused_parts(dict(module.named_children())):
         return type(module).forward(module, hidden_states, *rest, **named)
+    step, told = named.get("kv_step"), getattr(module, "tells_attention", None)
+    if told is not None and step is not None and step.past_B is not None:
+        told_step = {**told, "kv_step": step}
+        attention = lambda query, key, value: attend(module.self_attn, query, key, value, None, **told_step)[0]  # noqa: E731
+        decoded = _decoded(module, hidden_states, named["position_embeddings"], attention)
+        if decoded is not None:
+            return decoded
     attended = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **named)[0]
     return _finish(module, hidden_states, attended)
 
@@ -150,11 +173,83 @@ def _trains(x: Tensor) -> bool:
     return torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
 
 
+def _decoded(module: Any, state_BNH: Tensor, turn: tuple[Tensor, Tensor], attention: Forward) -> Tensor | None:
+    """What a decoder layer gives for few rows, in five kernels; None where they do not take its parts.
+
+    `turn`: cos, sin [B, N, D]; `attention`: queries [B, Q, N, D], keys and values -> [B, N, Q, D].
+    """
+    heads = _heads(module, [(state_BNH, module.input_layernorm)], *turn)
+    return None if heads is None else _finish_few(module, state_BNH, attention(*heads))
+
+
+def _heads(module: Any, parts: Any, cos_BND: Tensor, sin_BND: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rotated queries [B, Q, N, D], rotated keys [B, G, N, D] and values of parts with their norms, in one kernel.
+
+    None where the kernel does not take the layer's parts, or so many rows.
+    """
+    from .row_products import takes, turned_product
+
+    attn, x = module.self_attn, parts[0][0]
+    # Nothing else may stand in the attention, such as norms of its heads.
+    only = {name for name, _ in attn.named_children()} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    linears = [attn.q_proj, attn.k_proj, attn.v_proj] if only and _few(module, x) else []
+    weight, norms = joint_weights(linears), [_norm_of(norm) for _, norm in parts]
+    if weight is None or not takes(weight) or None in norms or cos_BND.shape != (*x.shape[:2], attn.head_dim):
+        return None
+    sizes = [linear.out_features for linear in linears]
+    turned = (sizes[0] + sizes[1]) // attn.head_dim
+    product = turned_product([(x, norm) for (x, _), norm in zip(parts, norms)], weight, cos_BND, sin_BND, turned)
+    query, key, value = (
+        part.view(*x.shape[:2], -1, attn.head_dim).transpose(1, 2) for part in torch.split(product, sizes, dim=-1)
+    )
+    return query, key, value
+
+
+def _few(module: Any, x: Tensor) -> bool:
+    """Whether a layer's output and MLP are those that kernels for few rows take, and x [..., H] has so few."""
+    from .row_products import MOST_ROWS, takes
+
+    mlp = module.mlp
+    plain = all(type(one) is nn.Linear and one.bias is None for one in (module.self_attn.o_proj, mlp.down_proj))
+    gate_up = joint_weights([mlp.gate_proj, mlp.up_proj])
+    few = getattr(module, "few_rows", False) and x.numel() <= MOST_ROWS * x.shape[-1]
+    return few and plain and gate_up is not None and takes(gate_up)
+
+
+def _norm_of(module: Any) -> Any:
+    """Settings of a fused RMSNorm, ours or transformers'; None: it is no such norm."""
+    from .row_products import Norm
+
+    if _forward_of(module) is _norm:
+        return Norm(module.weight, _eps(module))
+    return Norm(module.weight, _eps(module), 1.0, False) if _forward_of(module) is _norm_from_one else None
+
+
+def _finish_few(module: Any, residual: Tensor, attended_BNQD: Tensor) -> Tensor:
+    """What a decoder layer gives [B, N, H] of its residual and heads' attention, in three kernels."""
+    from .row_products import add_product, gated_product
+
+    mlp, norm = module.mlp, _norm_of(module.post_attention_layernorm)
+    state = add_product(attended_BNQD.flatten(-2), module.self_attn.o_proj.weight, residual)
+    gate_up: Any = joint_weights([mlp.gate_proj, mlp.up_proj])
+    return add_product(gated_product(state, norm, gate_up), mlp.down_proj.weight, state)
+
+
+def _read_ours(module: Any, parts: Any, waves: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`DecoderLayer.read` of our own drafts."""
+    x = parts[0][0]
+    heads = None if _trains(x) or not _few(module, x) else _heads(module, parts, *waves.whole_heads)
+    read: tuple[Tensor, Tensor, Tensor] = type(module).read(module, parts, waves) if heads is None else heads
+    return read
+
+
 def _finish_ours(module: Any, residual: Tensor, attended: Tensor) -> Tensor:
     """`DecoderLayer.finish` of our own drafts."""
     if _trains(residual):
         learned: Tensor = type(module).finish(module, residual, attended)
         return learned
+    if _few(module, residual):
+        return _finish_few(module, residual, attended)
     return _finish(module, residual, module.self_attn.o_proj(attended.flatten(-2)))
 
 
@@ -192,6 +287,93 @@ def _layers_agree(module: Any) -> bool:
         if own is not None:
             module.self_attn.forward = own
     return all(isinstance(theirs, Tensor) and _close(theirs, ours) for theirs, ours in pairs)
+
+
+def _few_agree(module: Any, trial: Callable[[Any, Tensor], list[tuple[Any, Any]]]) -> bool:
+    """Whether the kernels for few rows and the layer's class agree, for each row of as many as either kernel takes."""
+    weight = module.post_attention_layernorm.weight
+    row_H, module.few_rows = torch.linspace(-3, 3, len(weight), device=weight.device, dtype=weight.dtype), True
+    for count in _TRIED:
+        rows = [_SCALES[n % len(_SCALES)] * row_H.roll(n) for n in range(count)]
+        for theirs, ours in trial(module, torch.stack(rows)[None]):
+            alike = isinstance(theirs, Tensor) and isinstance(ours, Tensor) and theirs.shape == ours.shape
+            if not alike or not all(map(_close, theirs.flatten(0, 1), ours.flatten(0, 1))):
+                return False
+    return True
+
+
+def _try_theirs(module: Any, state_1NH: Tensor) -> list[tuple[Any, Any]]:
+    """What the class of a layer of transformers gives around a stand-in for attention, and what five kernels give."""
+    turn = _some_angles(module, state_1NH)
+    if turn is None:
+        return [(None, None)]
+    return [(_told_trial(module, state_1NH, turn, []), _decoded(module, state_1NH, turn, _mixed))]
+
+
+def _told(module: Any) -> dict[str, Any]:
+    """What a layer tells its attention, which the five kernels tell it in its place."""
+    told: list[dict[str, Any]] = []
+    row_11H = module.post_attention_layernorm.weight[None, None]
+    _told_trial(module, row_11H, _some_angles(module, row_11H), told)
+    return {name: told[0][name] for name in _ATTENTION if name in told[0]}
+
+
+def _told_trial(module: Any, state_1NH: Tensor, turn: Any, told: list[dict[str, Any]]) -> Any:
+    """The class's own forward, whose attention is `_mixed` and notes what it is told; None: it reads something else."""
+    config = module.self_attn.config
+    config._attn_implementation = _TRIAL
+    try:
+        return type(module).forward(module, state_1NH, position_embeddings=turn, trial=told)
+    except (TypeError, AttributeError):
+        return None
+    finally:
+        config._attn_implementation = NAME
+
+
+def _some_angles(module: Any, state_1NH: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Cosine and sine [1, N, D] for a layer that attends by our own function; None: it does not."""
+    attn = module.self_attn
+    size = getattr(attn, "head_dim", None)
+    if size is None or getattr(getattr(attn, "config", None), "_attn_implementation", None) != NAME:
+        return None
+    angle_1ND = torch.linspace(0, 3, size * state_1NH.shape[1], device=state_1NH.device).view(1, -1, size)
+    return angle_1ND.cos().to(state_1NH.dtype), angle_1ND.sin().to(state_1NH.dtype)
+
+
+def _try_ours(module: Any, state_1NH: Tensor) -> list[tuple[Any, Any]]:
+    """What the class of a layer of our own gives before and behind attention, and what the kernels give."""
+    attn, kind = module.self_attn, type(module)
+    parts = [(state_1NH, module.post_attention_layernorm)] * (attn.q_proj.in_features // state_1NH.shape[-1])
+    positions_1N = torch.arange(7, 7 + state_1NH.shape[1], device=state_1NH.device)[None]
+    waves = attn.rope.waves(positions_1N, state_1NH.dtype)
+    theirs, ours = kind.read(module, parts, waves), module.read(parts, waves)
+    attended = _mixed(*theirs)
+    pairs = [(one.transpose(1, 2), other.transpose(1, 2)) for one, other in zip(theirs, ours)]
+    return [*pairs, (kind.finish(module, state_1NH, attended), module.finish(state_1NH, attended))]
+
+
+def _attend_trial(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    trial: list[dict[str, Any]] | None = None,
+    **told: Any,
+) -> tuple[Tensor, None]:
+    """Attention of a trial: `_mixed`; `trial` notes what it is told."""
+    if trial is not None:
+        trial.append(told)
+    return _mixed(query, key, value), None
+
+
+def _mixed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A stand-in for attention that reads all heads: [B, N, Q, D]."""
+    shared = query.shape[1] // key.shape[1]
+    return (query + (key - 2 * value).repeat_interleave(shared, 1)).transpose(1, 2)
+
+
+AttentionInterface.register(_TRIAL, _attend_trial)
 
 
 def _fuse_angles(model: nn.Module) -> list[str]:

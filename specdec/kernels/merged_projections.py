@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_MOST_ROWS = 256  # of an input whose product is shared
+_MOST_ROWS = 512  # of an input whose product is shared
 
 
 def share_products(model: nn.Module) -> int:
@@ -32,6 +32,12 @@ def share_products(model: nn.Module) -> int:
     for linears in found:
         _SharedProduct(linears)
     return len(found)
+
+
+def joint_weights(linears: Sequence[Any]) -> Tensor | None:
+    """Weights of layers that share a product, one below the other; None: they share none, were moved or have biases."""
+    shared = getattr(linears[0], "shared", None) if linears else None
+    return shared.joint(linears) if isinstance(shared, _SharedProduct) else None
 
 
 def _can_share(linears: Sequence[Any]) -> bool:
@@ -57,7 +63,7 @@ class _SharedProduct:
         # with how often its weights had changed.
         self._sizes = [linear.out_features for linear in linears]
         self._weight = torch.cat([linear.weight for linear in linears])
-        self._bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
+        self._bias: Tensor | None = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
         self._device_type = self._weight.device.type
         self._input: Tensor | None = None
         self._state: object = None
@@ -81,6 +87,13 @@ class _SharedProduct:
         """Copy of a sharing layer: it goes on sharing where its weights are the same tensors, else it gets None."""
         ours = [tensor for held in self._held for tensor in held if tensor is not None]
         return self if all(memo.get(id(tensor)) is tensor for tensor in ours) else None
+
+    def joint(self, linears: Sequence[Any]) -> Tensor | None:
+        """The joint weights where these layers are those that share them, without biases and with weights in place."""
+        if self._bias is not None or any(getattr(linear, "shared", None) is not self for linear in linears):
+            return None
+        in_place = [_addresses(linear.weight, None) for linear in linears] == self._addresses
+        return self._weight if in_place else None
 
     def part(self, linear: nn.Linear, number: int, x: Tensor) -> Tensor:
         """Product of one layer with x [..., H], taken from the joint product where possible.

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,15 +20,19 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from draftforge.specdec import kv_cache
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
-from draftforge.specdec.kernels import fused, pointwise
+from draftforge.specdec.kernels import fused, pointwise, row_products
 from draftforge.specdec.kernels.fused import _Rotary, fuse
+from draftforge.specdec.kernels.row_products import Blocks
+from draftforge.specdec.kv_cache import KVCache
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 
+TRIED = fused._TRIED
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
@@ -64,6 +69,9 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     counted.rotate, counted.gated_silu = Rope.rotate, pointwise.gated_silu
     counted.add_norm, counted.angles = pointwise.add_norm, pointwise.angles
     monkeypatch.setitem(sys.modules, "draftforge.specdec.kernels.pointwise", counted)
+    blocks = lambda rows, width: Blocks(1 if rows <= 8 else 16, 64, 64, 4)  # noqa: E731
+    monkeypatch.setattr(row_products, "_blocks", blocks)  # fewer programs for the interpreter
+    monkeypatch.setattr(fused, "_TRIED", (2,))
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
     places = {name: module for name, module in sys.modules.items() if name.startswith("transformers.models.")}
@@ -108,6 +116,61 @@ def test_layers_add_in_their_norms_and_products(dtype: torch.dtype) -> None:
     for found, expected in zip(after, before):
         assert found is not None and expected is not None
         assert float((found - expected).norm()) <= (1e-5 if dtype == torch.float32 else 2e-2) * float(expected.norm())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "decoded"),
+    [("llama", True), ("mistral", True), ("qwen2", False), ("qwen3", False)],
+)
+def test_few_rows_are_decoded_by_five_kernels(family: str, decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chains and trees, with what the layer tells its attention; other parts than the kernels take stay."""
+    name, options = SUPPORTED[family]
+    model = CausalModel(tiny(name, {**options, "num_hidden_layers": 2}).requires_grad_(False))
+    monkeypatch.setattr(kv_cache, "reads_lengths", lambda device: True)
+
+    def passes() -> list[Tensor]:
+        cache = KVCache(2, 24, torch.device("cpu"))
+        with torch.no_grad():
+            model.states(IDS[:, :7].expand(2, -1), cache.prefill(torch.arange(2), torch.tensor([7, 4])))
+            chain = model.states(IDS[:, :3].expand(2, -1), cache.extend(2, 3), aux_layers=(2,))
+            cache.keep(torch.tensor([3, 1]))
+            tree = cache.branch(
+                torch.tensor([[0, 1, 1]] * 2), torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 2).bool()
+            )
+            assert chain.aux_BTA is not None
+            return [chain.hidden_BTH, chain.aux_BTA, model.states(IDS[:, 2:5].expand(2, -1), tree).hidden_BTH]
+
+    before = passes()
+    with monkeypatch.context() as patch:
+        if family == "llama":
+            patch.setattr(fused, "_TRIED", TRIED)
+        names = fuse(model.model)
+    assert any("few rows" in name for name in names) == decoded
+    adding = Mock(wraps=row_products.add_product)
+    monkeypatch.setattr(row_products, "add_product", adding)
+    torch.testing.assert_close(passes(), before, rtol=1e-4, atol=1e-4)
+    assert adding.call_count == (2 * 2 * model.num_layers if decoded else 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["turned_product", "gated_product", "add_product"])
+def test_layers_on_which_a_kernel_errs_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even on the second of some rows alone; ours and those of transformers."""
+
+    def wrong(*given: Any) -> Tensor:
+        found: Tensor = product(*given)
+        found[:, 1] *= 3
+        return found
+
+    product = getattr(row_products, name)
+    monkeypatch.setattr(row_products, name, wrong)
+    family, options = SUPPORTED["llama"]
+    model = CausalModel(tiny(family, {**options, "num_hidden_layers": 1}))
+    for one in (model.model, copy.deepcopy(taught("eagle3")).requires_grad_(False)):
+        names = fuse(one)
+        assert any("Layer" in name or "layer" in name for name in names)
+        assert not any("few rows" in name for name in names)
 
 
 def test_layers_that_compute_something_else_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_one_product_gives_all_three(bias: bool) -> None:
 
 
 def test_many_rows_are_multiplied_apart() -> None:
-    layer, x = Layer(), torch.randn(300, 8)
+    layer, x = Layer(), torch.randn(600, 8)
     expected, _ = products(layer, x)
     share_products(layer)
     found, calls = products(layer, x)
