@@ -38,7 +38,7 @@ GREEDY = SamplingSettings()
 CONFIDENCE = 0.95  # of figures that are shown
 FALSE_ALARM = 0.01
 """Chance that any of all changes that are tried on a healthy draft seems to be better (Bonferroni)."""
-LEAST_GAIN, CLEAR_GAIN, FURTHER_GAIN, LIKELY = 0.01, 0.05, 0.08, 4
+LEAST_GAIN, CLEAR_GAIN, FURTHER_GAIN, LIKELY = 0.01, 0.04, 0.08, 4
 """Least gain in tau, as a share of it: by the first LIKELY hypotheses, and by any of a draft that is below its record;
 by the others; of each fault but the first. Some changes do make a healthy draft a little better."""
 _TIE = 0.005  # of tau: changes that restore as much as the best

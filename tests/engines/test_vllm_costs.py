@@ -1,4 +1,7 @@
-"""Costs from a real vLLM: a score by the times of servers that the measurement starts itself. `make test-vllm`."""
+"""Costs from a real vLLM: a score by the times of servers that the measurement starts itself. `make test-vllm`.
+
+With real drafts, and with synthetic acceptance, as on a GPU: vLLM's kernels for CPUs lack it, and get it by a plugin.
+"""
 
 import json
 from pathlib import Path
@@ -8,9 +11,13 @@ import pytest
 import yaml
 from vllm_served import VARIABLES, VLLM, environment
 
+from draftforge.eval import vllm_server
 from draftforge.eval.cost_table import read_tables
 from draftforge.eval.draft_configs import DraftConfig
+from draftforge.eval.engine_costs import EngineServers
+from draftforge.eval.engine_metrics import samples_by_name, total
 from draftforge.eval.serving_load import LoadTimes
+from draftforge.eval.vllm_server import VllmLauncher
 from draftforge.pipeline import distill as flow
 from draftforge.pipeline.scoring import Scored
 from draftforge.recipe import load_recipe
@@ -18,6 +25,29 @@ from draftforge.recipe import load_recipe
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 K, SIZES, CONTEXT = 2, {1: 0.5, 3: 0.5}, 100
 FLAGS = ["--enforce-eager", "--max-num-seqs", "4"]
+PLUGIN = """from vllm.utils import cpu_triton_utils
+
+plain = cpu_triton_utils._rejection_greedy_sample_kernel_impl
+
+
+def greedy(output, ends, drafted, best, bonus, is_greedy, longest, uniform=None, rates=None, SYNTHETIC_MODE=False):
+    assert SYNTHETIC_MODE and is_greedy is None
+    start = 0
+    for row, end in enumerate(ends.tolist()):
+        for place in range(end - start):
+            accepted = uniform[start + place] < rates[place] and drafted[start + place] >= 0
+            output[row, place] = drafted[start + place] if accepted else best[start + place]
+            if not accepted:
+                break
+        else:
+            output[row, end - start] = bonus.flatten()[row]
+        start = end
+
+
+def load():
+    cpu_triton_utils._rejection_greedy_sample_kernel_impl = greedy
+"""
+"""The greedy kernel of vLLM 0.32 in its synthetic mode, in Python."""
 
 
 def recipe_at(folder: Path, target: Path) -> Path:
@@ -39,8 +69,23 @@ def recipe_at(folder: Path, target: Path) -> Path:
     return folder / "recipe.yaml"
 
 
+def plugin_at(folder: Path) -> Path:
+    """A PYTHONPATH on which vLLM finds the plugin."""
+    about = folder / "synthetic_cpu-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: synthetic-cpu\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nsynthetic_cpu = synthetic_cpu:load\n")
+    (folder / "synthetic_cpu.py").write_text(PLUGIN)
+    return folder
+
+
+@pytest.mark.parametrize("synthetic", [False, True], ids=["real drafts", "synthetic acceptance"])
 def test_a_score_by_times_of_a_real_engine(
-    tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    synthetic: bool,
+    tiny_target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     environment()
     for name, value in VARIABLES.items():
@@ -54,6 +99,17 @@ def test_a_score_by_times_of_a_real_engine(
         return found
 
     monkeypatch.setattr(flow, "score_stage", spy)
+    read, inner_read = list[str](), vllm_server.read_engine
+
+    def reading(text: str, source: str) -> vllm_server.EngineReading:
+        read.append(text)
+        return inner_read(text, source)
+
+    monkeypatch.setattr(vllm_server, "read_engine", reading)
+    if synthetic:
+        launcher = VllmLauncher(VLLM, FLAGS, 300, plugin_at(tmp_path / "site"))
+        monkeypatch.setattr(EngineServers, "_launcher", launcher)
+        monkeypatch.setattr(EngineServers, "_synthetic", True)
     recipe = load_recipe(recipe_at(tmp_path, tiny_target_folder))
     flow.score(recipe, None)
     # 1) One server without a draft, and one for each way of drafting.
@@ -62,8 +118,10 @@ def test_a_score_by_times_of_a_real_engine(
     (scored,) = seen
     tables = read_tables(scored.times_file)
     assert len(tables) == 2
+    options = [*FLAGS, *(["with synthetic acceptance"] if synthetic else [])]
     for table in tables:
-        assert table.key.engine.startswith("vLLM 0.") and table.key.software == f"{table.key.engine} {' '.join(FLAGS)}"
+        assert table.key.engine.startswith("vLLM 0.")
+        assert table.key.software == " ".join([table.key.engine, *options])
         assert {(row.levels, row.batch_size) for row in table.points} == {
             (k, size) for k in (0, K) for size in (1, 2, 3)
         }
@@ -71,6 +129,12 @@ def test_a_score_by_times_of_a_real_engine(
         loops = {(loop.levels, loop.batch_size): loop for loop in table.closed_loops}
         assert set(loops) == {(row.levels, row.batch_size) for row in table.points}
         assert all(0 < loop.seconds < 600 and 0 < loop.rounds < 40 for loop in loops.values())
+    # What is accepted is what was asked for, half of a full draft.
+    if synthetic:
+        drafting = [samples_by_name(text, "metrics") for text in read if "spec_decode_num_drafts_total{" in text]
+        names = (f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "accepted_tokens"))
+        drafts, accepted = (total(drafting[-1], name) for name in names)
+        assert drafts > 50 and accepted / drafts == pytest.approx(K / 2, abs=0.3)
     # 2) Scores are by these, and say so.
     times = scored.times["small", 2]
     assert isinstance(times, LoadTimes) and times.table in tables
