@@ -49,6 +49,7 @@ WAITING = ("suffix", "lookahead", "small-elsewhere", "eagle3-elsewhere")
 """What reads tokens on the host, or waits for a device."""
 DECODED = ("jacobi", "lookahead")
 """What no recorded answer tells the rounds of."""
+CASCADES = ("cascade", "cascade-small")
 COPIES = ("lookup", "suffix")
 """What drafts nothing but what was said before, which need not come again."""
 DRAWN_TREES = (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from proposing import CHAINS, COPIES, DECODED, WAITING, proposer_named
+from proposing import CASCADES, CHAINS, COPIES, DECODED, proposer_named
 from stand_ins import VOCAB, prompts, seen_before, target
 from torch import Tensor
 
@@ -130,7 +130,7 @@ def drafted(drafter: Drafter, states: States | None, ids: list[int], known: int,
     ("name", "setting"),
     [
         (name, setting)
-        for number, name in enumerate(name for name in CHAINS if name not in (*WAITING, *COPIES))
+        for number, name in enumerate(name for name in CHAINS if name not in (*COPIES, *DECODED, *CASCADES))
         for setting in (WARM, DRY if number % 2 else GREEDY)
     ],
 )
