@@ -21,6 +21,7 @@ import pytest
 import yaml
 from forked import command_line, start
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+from torch.distributed.launcher.api import LaunchConfig
 
 from draftforge import cli
 from draftforge.distributed import free_port
@@ -29,6 +30,7 @@ LAUNCH = Path(__file__).resolve().parents[2] / "scripts" / "launch"
 SBATCH, TRAINJOB, RAY = LAUNCH / "draftforge.sbatch", LAUNCH / "trainjob.yaml", LAUNCH / "ray_train.py"
 NODES, RANKS = 2, 2
 SECONDS = 200.0
+WAIT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 SMALL = {"family": "small", "layers": 2, "steps": 2, "warmup_steps": 1, "tokens_per_step": 256, "precision": "float32"}
 Told = Mapping[int, tuple[list[str], Mapping[str, str]]]
 """Arguments and environment of each rank."""
@@ -68,6 +70,19 @@ def test_kubeflow_takes_the_train_job() -> None:
     assert mounts == {volume["name"] for volume in pod["volumes"]}
     job["spec"]["trainer"]["numNode"] = job["spec"]["trainer"].pop("numNodes")
     assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() != job
+
+
+def test_torchrun_waits_for_ranks_that_save_and_ends_before_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (patch,) = trainjob()["spec"]["runtimePatches"]
+    (node,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    grace = node["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    (in_pod,) = (one["value"] for one in trainjob()["spec"]["trainer"]["env"] if one["name"] == WAIT)
+    (in_job,) = re.findall(rf"^export {WAIT}=(\d+)$", SBATCH.read_text(), re.MULTILINE)
+    for wait, until in ((in_pod, grace), (in_job, int(directives()["signal"].removeprefix("TERM@")))):
+        assert 30 < int(wait) < until
+        monkeypatch.setenv(WAIT, wait)
+        known = getattr(LaunchConfig(1, 1, 1), "shutdown_timeout", None)  # None: a torch that waits 30 s
+        assert known in (int(wait), None)
 
 
 @pytest.mark.parametrize("file", [SBATCH, TRAINJOB, RAY], ids=lambda file: file.name)
