@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import gc
 import json
 import lzma
 import tracemalloc
@@ -303,6 +304,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
         path = tmp_path / name
         path.write_bytes(PACKERS[suffix](data) if suffix in PACKERS else data)
         del data, values
+        gc.collect()
         tracemalloc.start()
         found = sum(1 for item in files.objects([path], "reading") if item.decode())
         most = tracemalloc.get_traced_memory()[1]
@@ -311,4 +313,4 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
         return most
 
     peak(10)
-    assert peak(4000) < 1.5 * peak(400) + 100_000
+    assert peak(4000) < 1.5 * peak(400) + 500_000  # the lines are 2 MB
