@@ -1,8 +1,8 @@
 """Packed files, folders, patterns, arrays and tables: read one item at a time, with the place in every error."""
 
 import bz2
-import gzip
 import gc
+import gzip
 import json
 import lzma
 import tracemalloc
