@@ -170,7 +170,7 @@ def test_a_warm_start_of_another_kind_is_refused(
     tiny_capture: Capture, load_tiny_target: LoadTarget, tmp_path: Path
 ) -> None:
     init = store_initial_draft(SmallSettings(layers=2), 0, tiny_capture, tmp_path / "a", load_tiny_target)
-    with pytest.raises(InputError, match=r"is of family small, but draft\.family is eagle3"):
+    with pytest.raises(InputError, match=r"is of family small, but this recipe trains eagle3"):
         store_initial_draft(Eagle3Settings(init_from=init), 0, tiny_capture, tmp_path / "b", load_tiny_target)
 
 
