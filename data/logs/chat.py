@@ -360,7 +360,8 @@ def _place_of(answer: Mapping[str, Any], messages: Sequence[Any]) -> int:
 
 def _calls_of(message: Mapping[str, Any]) -> list[tuple[Any, ...]]:
     """Id, name and arguments of a message's calls; none where one has no id."""
-    calls = [call for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    given = message.get("tool_calls")
+    calls = [call for call in given if isinstance(call, Mapping)] if isinstance(given, list) else []
     functions = [call["function"] if isinstance(call.get("function"), Mapping) else {} for call in calls]
     found = [(call.get("id"), one.get("name"), decoded(one.get("arguments"))) for call, one in zip(calls, functions)]
     return found if all(id for id, *_ in found) else []

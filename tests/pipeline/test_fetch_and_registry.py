@@ -45,7 +45,7 @@ PAIRS = [
     (name, layout)
     for name in DRAFTS
     for layout, families in FAMILIES.items()
-    if name.removesuffix("-reduced") in families and (name, layout) != ("dflash-reduced", "sglang")
+    if name.removesuffix("-reduced") in families and (name, layout) not in (("dflash-reduced", "sglang"), ("dspark-reduced", "sglang"))
 ]
 
 

@@ -72,6 +72,7 @@ def test_wandb_gets_what_mlflow_gets(tracking: Tracking, tmp_path: Path, monkeyp
     monkeypatch.setattr("sys.argv", ["draftforge", "distill", "target.token=hunter2hunter2"])
     tracking = using(tracking, "wandb")
     run_id = run_twice(tracking, tmp_path)
+    wandb.teardown()  # its process has written all when it ends
     # Two attempts are two files of one run; the first one has failed.
     first, second = (list(records(path)) for path in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")))
     runs = [record.run for record in first + second if record.WhichOneof("record_type") == "run"]

@@ -57,7 +57,7 @@ def test_profile_rounds_counts_the_operations_of_each_part_on_a_cpu(tiny_target_
         ["lookup,", "4", "nodes:"],
     ]
     counted = [line[0] for line in shown if line[2:3] == ["operations"] and float(line[1]) > 1]
-    assert sorted(counted) == ["judge"] * 2 + ["observe"] + ["outside"] * 2 + ["target"] * 2
+    assert sorted(counted) == ["judge"] * 2 + ["observe"] * 2 + ["outside"] * 2 + ["target"] * 2
     assert sum(line[0] == "host" for line in shown) == 24
 
 
