@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from ...errors import one_line
+from ...progress import say
 from ..cuda_graphs import current
 from .attention import NAME, attend
 from .merged_projections import joint_weights, share_products
@@ -291,11 +293,18 @@ def _layers_agree(module: Any) -> bool:
 
 def _few_agree(module: Any, trial: Callable[[Any, Tensor], list[tuple[Any, Any]]]) -> bool:
     """Whether the kernels for few rows and the layer's class agree, for each row of as many as either kernel takes."""
+    from triton.errors import TritonError
+
     weight = module.post_attention_layernorm.weight
     row_H, module.few_rows = torch.linspace(-3, 3, len(weight), device=weight.device, dtype=weight.dtype), True
     for count in _TRIED:
         rows = [_SCALES[n % len(_SCALES)] * row_H.roll(n) for n in range(count)]
-        for theirs, ours in trial(module, torch.stack(rows)[None]):
+        try:
+            pairs = trial(module, torch.stack(rows)[None])
+        except TritonError as error:  # of a GPU, or a Triton, that they were not written for
+            say(f"{type(module).__name__}: its own modules decode few rows: {one_line(error)}")
+            return False
+        for theirs, ours in pairs:
             alike = isinstance(theirs, Tensor) and isinstance(ours, Tensor) and theirs.shape == ours.shape
             if not alike or not all(map(_close, theirs.flatten(0, 1), ours.flatten(0, 1))):
                 return False

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
+from triton import OutOfResources
+
 from draftforge.specdec import kv_cache
 from draftforge.specdec.decoder import generate
 from draftforge.specdec.drafts.layer_skip import SkippedDraft, SkippedLayers
@@ -171,6 +173,18 @@ def test_layers_on_which_a_kernel_errs_stay(name: str, monkeypatch: pytest.Monke
         names = fuse(one)
         assert any("Layer" in name or "layer" in name for name in names)
         assert not any("few rows" in name for name in names)
+
+
+def test_layers_stay_where_a_kernel_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as on a GPU with less shared memory; a line says so."""
+    error = OutOfResources(300000, 100000, "shared memory")
+    monkeypatch.setattr(row_products, "gated_product", Mock(side_effect=error))
+    family, options = SUPPORTED["llama"]
+    model = CausalModel(tiny(family, {**options, "num_hidden_layers": 1}))
+    assert not any("few rows" in name for name in fuse(model.model))
+    assert "LlamaDecoderLayer: its own modules decode few rows: out of resource: " in capsys.readouterr().err
 
 
 def test_layers_that_compute_something_else_stay(monkeypatch: pytest.MonkeyPatch) -> None:
