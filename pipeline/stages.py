@@ -372,19 +372,19 @@ def _note_changed_targets(stages: Stages, name: str) -> None:
     if not (space.first_rank and family_of(settings).changes_target(settings)):
         return
     # 1) The old target once, and each new one that lacks its note.
-    score = space.recipe.score
-    samples = Capture.open(stages.captured.folder, verify=False).samples(SELECTION_SPLIT)
     metas = {folder: read_meta(folder) for folder in checkpoints_of(stage).values() if (folder / OWN_TARGET).is_dir()}
-    missing = [folder for folder, meta in metas.items() if HELD_LOSS not in meta.extra]
-    before = held_loss(space.target, samples, score.replay_tokens) if missing else {}
-    for folder in missing:
-        own = space.target_settings.model_copy(
-            update={"model": str(folder / OWN_TARGET), "adapter": None, "gguf_file": None, "revision": None}
-        )
-        after = held_loss(Target.load(own), samples, score.replay_tokens)
-        extra = metas[folder].extra | {HELD_LOSS: loss_change(before, after, score.confidence).record()}
-        metas[folder] = metas[folder].model_copy(update={"extra": extra})
-        storage.write_json(folder / META_FILE, metas[folder].model_dump())
+    if missing := [folder for folder, meta in metas.items() if HELD_LOSS not in meta.extra]:
+        score = space.recipe.score
+        samples = Capture.open(stages.captured.folder, verify=False).samples(SELECTION_SPLIT)
+        before = held_loss(space.target, samples, score.replay_tokens)
+        for folder in missing:
+            own = space.target_settings.model_copy(
+                update={"model": str(folder / OWN_TARGET), "adapter": None, "gguf_file": None, "revision": None}
+            )
+            after = held_loss(Target.load(own), samples, score.replay_tokens)
+            extra = metas[folder].extra | {HELD_LOSS: loss_change(before, after, score.confidence).record()}
+            metas[folder] = metas[folder].model_copy(update={"extra": extra})
+            storage.write_json(folder / META_FILE, metas[folder].model_dump())
     # 2) In words.
     for draft, meta in list(metas.items())[-1:]:
         say(f"drafts.{name}: its training changed the target: serve {draft / OWN_TARGET} with the draft {draft}")
