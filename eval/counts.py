@@ -47,7 +47,7 @@ COUNTS_SCHEMA = pa.schema(
 _MOST_KEPT_ROWS, _MOST_COUNT = 1_000_000, 1e15
 """Rows, and numbers in them, that no promotion's counts have."""
 # Upper ends of the buckets of prompt lengths.
-_BUCKET_TOKENS = (128, 512, 2048, 8192, 32768)
+_BUCKET_TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,10 @@ def context_bucket(prompt_tokens: int) -> str:
     return f"{_BUCKET_TOKENS[-1]:05d}+"
 
 
-def largest_prompt(bucket: str) -> int:
-    """Upper bound, in tokens, of a bucket's prompts; of the open last bucket, the lower bound."""
-    return int(bucket.removesuffix("+"))
+def bucket_label(bucket: str) -> str:
+    """A bucket of prompt lengths in words: "up to 128", "over 32,768"."""
+    tokens = int(bucket.removesuffix("+"))
+    return f"over {tokens:,}" if bucket.endswith("+") else f"up to {tokens:,}"
 
 
 def to_table(rows: Iterable[CountRow]) -> pa.Table:

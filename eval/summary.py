@@ -13,7 +13,6 @@ from ..specdec.serving_policy import ServingPolicy
 from ..storage import size_text
 from .acceptance import Estimate
 from .bench.run import EVERY, BenchRow, LengthRow, Spread
-from .counts import largest_prompt
 from .engine_metrics import AcceptanceMismatch
 from .leaderboard import DomainRow, Row
 from .serving_load import BatchFigures, Candidate, LoadFigures, LoadTimes, policy_speedups
@@ -465,12 +464,6 @@ def draft_label(row: Record) -> str:
     if row.get("start"):
         return f"{row['draft']}, the start"
     return f"{row['draft']}, step {row['step']}" if row["step"] and not row["baseline"] else str(row["draft"])
-
-
-def bucket_label(bucket: str) -> str:
-    """Label of a context bucket: "up to 128", "over 32,768"."""
-    top = largest_prompt(bucket)
-    return f"over {top:,}" if bucket.endswith("+") else f"up to {top:,}"
 
 
 def joined(words: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from ..progress import Console
 from ..specdec.drafts.layer_skip import SkippedLayers
 from ..storage import size_text
 from .acceptance import Estimate
+from .counts import bucket_label
 from .leaderboard import DomainRow, Row
 from .serving_load import LoadFigures
 
@@ -74,6 +75,13 @@ def show_domains(rows: Sequence[DomainRow], confidence: float, title: str, conso
     """Print drafts per domain and sampling setting."""
     styles = ["dim" if row.baseline else "" for row in rows]
     show_cells(title, domain_cells(rows), styles, f"intervals: {confidence:.0%}, by conversation cluster", console)
+
+
+def show_contexts(rows: Sequence[Mapping[str, Any]], title: str, console: Console | None = None) -> None:
+    """Print drafts by prompt length, from records of `contexts`; nothing where all prompts are of one length."""
+    if len({row["context_bucket"] for row in rows}) > 1:
+        styles = ["dim" if row["baseline"] else "" for row in rows]
+        show_cells(title, context_cells(rows), styles, "all domains and sampling settings together", console)
 
 
 def show_load(row: Row, title: str, console: Console | None = None) -> None:
@@ -216,6 +224,15 @@ def domain_cells(rows: Sequence[DomainRow]) -> list[list[str]]:
                 *([", ".join(f"{rule} {number(tau.value)}" for rule, tau in row.taus)] if ruled else []),
             ]
         )
+    return cells
+
+
+def context_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Cells of the table by prompt length, header first."""
+    cells = [["prompt tokens", "draft", "step", "tau", "accepted", "conversations"]]
+    for row in rows:
+        step, figures = str(row["step"]) if row["step"] else "-", (interval(row["tau"]), interval(row["acceptance"]))
+        cells.append([bucket_label(row["context_bucket"]), row["draft"], step, *figures, str(row["conversations"])])
     return cells
 
 

@@ -17,7 +17,7 @@ from ..eval.leaderboard import Row, Times, at_config, domain_rows, leaderboard, 
 from ..eval.report.page import holdout_record
 from ..eval.score import Identity, scored_samples
 from ..eval.settings import ScoreSettings
-from ..eval.table import show_domains, show_leaderboard
+from ..eval.table import show_contexts, show_domains, show_leaderboard
 from ..registry.gate import Baseline, DomainFigures, DomainResult, Evidence, Figures, Interval
 from ..registry.lineage import Version, holdout_overlap
 from ..registry.versions import resolve_models_uri
@@ -156,7 +156,7 @@ def _measure_lookup(scorer: Scorer, config: DraftConfig) -> HoldoutScore:
 
 
 def show_holdout(scorer: Scorer, measured: Measured) -> dict[str, Any]:
-    """Show what was measured, overall and by domain; returns the tables as a record."""
+    """Show what was measured, overall, by domain and by context; returns the tables as a record."""
     # 1) Overall, plain decoding first.
     settings, scores = scorer.settings, [*measured]
     rows, tables = [one.row for one in scores], [one.table for one in scores]
@@ -165,7 +165,10 @@ def show_holdout(scorer: Scorer, measured: Measured) -> dict[str, Any]:
     # 2) By domain.
     domains = domain_rows(tables, rows, settings, {(one.row.draft, one.row.step): one.times for one in scores})
     show_domains(domains, settings.confidence, title="On the holdout, by domain")
-    return holdout_record(tables, rows, settings, domains)
+    # 3) By length of the prompt.
+    record = holdout_record(tables, rows, settings, domains)
+    show_contexts(record["contexts"], "On the holdout, by context length")
+    return record
 
 
 def evidence(

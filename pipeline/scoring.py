@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -40,7 +41,7 @@ from ..eval.report.page import score_record
 from ..eval.serving_load import LoadTimes
 from ..eval.settings import SELECTION_SPLIT, LoadSettings, ScoreSettings
 from ..eval.summary import serving_advice
-from ..eval.table import show_domains, show_leaderboard, show_load
+from ..eval.table import show_contexts, show_domains, show_leaderboard, show_load
 from ..progress import say
 from ..specdec.formats import meta_file
 from ..specdec.formats.checkpoint import OWN_TARGET
@@ -318,7 +319,7 @@ def _score(
     origin = {"at": time.time(), "target": scored.target, "capture": stages.captured.fingerprint, "advice": sentences}
     record = score_record(table, times, rows, settings, configs, domains)
     storage.write_json(stage.folder / SCORES_FILE, origin | record)
-    _show(scored, settings, by_config(configs, scored.chosen))
+    _show(scored, settings, by_config(configs, scored.chosen), record["contexts"])
     return scored
 
 
@@ -362,9 +363,11 @@ def _race(
     return {one: (results | dropped)[one] for one in (baseline, *entrants)}
 
 
-def _show(scored: Scored, settings: ScoreSettings, configs: Sequence[Row]) -> None:
+def _show(
+    scored: Scored, settings: ScoreSettings, configs: Sequence[Row], contexts: Sequence[Mapping[str, Any]]
+) -> None:
     """Show the final tables: all checkpoints, then the chosen one at each of its `configs`, at each batch size, and by
-    domain beside prompt lookup; last the advice."""
+    domain and context length beside prompt lookup; last the advice."""
     chosen = scored.chosen
     # All checkpoints, each at its best K or tree.
     times = scored.times[chosen.draft, chosen.step]
@@ -380,6 +383,7 @@ def _show(scored: Scored, settings: ScoreSettings, configs: Sequence[Row]) -> No
     compared = {(row.draft, row.step) for row in scored.rows if row.baseline or row is chosen}
     shown = [row for row in scored.domains if (row.draft, row.step) in compared]
     show_domains(shown, settings.confidence, "By domain")
+    show_contexts(contexts, "By context length")
     # Figures hold for this target only, even of a draft that was trained for another.
     here = fingerprint.short(scored.target)
     for row in scored.rows:

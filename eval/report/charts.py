@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from ..bench.run import EVERY, BenchRow
-from ..summary import bench_speedup, bucket_label, config_label, draft_label
+from ..counts import bucket_label
+from ..summary import bench_speedup, config_label, draft_label
 from ..table import interval, milliseconds
 from . import svg
 from .svg import Axis, Chart, Frame

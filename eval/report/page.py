@@ -15,10 +15,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..acceptance import acceptance, tau
 from ..bench.run import EVERY, Report
 from ..bench.table import speed_cells, waiting_cells
-from ..counts import concat, groups, values, where
+from ..counts import bucket_label, concat, groups, values, where
 from ..leaderboard import Checkpoint, ConfigRows, DomainRow, Row, Times, at_config, by_config, plain_row, serving
 from ..settings import ScoreSettings
-from ..summary import bucket_label, config_label, decision_summary, draft_label
+from ..summary import config_label, decision_summary, draft_label
 from ..table import NUMERIC, interval, milliseconds, number
 from . import charts, svg
 from .charts import Figure, Palette, Record, bench_panels, figure

@@ -92,8 +92,8 @@ def test_filters_and_groups() -> None:
 
 
 def test_context_buckets_sort_by_size() -> None:
-    labels = [counts.context_bucket(tokens) for tokens in (1, 128, 129, 5000, 30000, 10**6)]
-    assert labels == ["00128", "00128", "00512", "08192", "32768", "32768+"]
+    labels = [counts.context_bucket(tokens) for tokens in (1, 128, 129, 1024, 4096, 4097, 30000, 10**6)]
+    assert labels == ["00128", "00128", "00512", "01024", "04096", "08192", "32768", "32768+"]
     assert labels == sorted(labels)
 
 

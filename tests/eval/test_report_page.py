@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from reported import SETTINGS, sample_holdout, sample_records, sample_rows, sample_scores
 
 from draftforge.eval.acceptance import tau
+from draftforge.eval.counts import bucket_label
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.report import svg
 from draftforge.eval.report.charts import ConfigPoint, Palette, by_batch_size, config_points, joint_acceptance, pareto
 from draftforge.eval.report.page import heat_map, holdout_record, report_page
-from draftforge.eval.summary import bucket_label, decision_summary
+from draftforge.eval.summary import decision_summary
 from draftforge.eval.table import interval, number
 
 ATTACK = '"><script>alert(1)</script><img src=x onerror=alert(2)>&{{7*7}}'
@@ -237,7 +238,7 @@ def test_context_rows_are_the_counts_own() -> None:
     table, _, rows = sample_rows()
     chosen = next(row for row in rows if row.chosen)
     record = holdout_record([table], [chosen], SETTINGS, [])
-    assert [row["context_bucket"] for row in record["contexts"]] == ["00128", "02048", "08192"]
+    assert [row["context_bucket"] for row in record["contexts"]] == ["00128", "01024", "08192"]
     assert sum(row["conversations"] for row in record["contexts"]) == 56
     assert sum(row["rounds"] for row in record["contexts"]) == 56 * 2 * 40
     pooled = sum(row["tau"]["value"] * row["rounds"] for row in record["contexts"]) / (56 * 2 * 40)

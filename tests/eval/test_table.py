@@ -10,7 +10,15 @@ from draftforge.eval.leaderboard import DomainRow, Row
 from draftforge.eval.serving_load import BatchFigures, BreakEvenPoint, LoadFigures, Memory
 from draftforge.eval.speedup import Gain
 from draftforge.eval.summary import outcome
-from draftforge.eval.table import domain_cells, leaderboard_cells, plain_text, show_domains, show_leaderboard, show_load
+from draftforge.eval.table import (
+    domain_cells,
+    leaderboard_cells,
+    plain_text,
+    show_contexts,
+    show_domains,
+    show_leaderboard,
+    show_load,
+)
 from draftforge.progress import Console
 
 NAN = math.nan
@@ -77,6 +85,18 @@ def test_domains_print_brackets_as_they_are() -> None:
         console = Console(file=stream, force_terminal=terminal, width=160, color_system=None)
         show_domains([SUPPORT], 0.95, "By domain", console)
         assert "support [new]" in stream.getvalue() and "12" in stream.getvalue()
+
+
+def test_prompt_lengths_have_a_line_each_where_they_differ() -> None:
+    short = {"context_bucket": "01024", "draft": "small", "step": 40, "baseline": False, "conversations": 9}
+    short |= {"tau": SMALL.tau.record(), "acceptance": Estimate(0.5).record()}
+    long, stream = short | {"context_bucket": "08192", "tau": Estimate(1.5).record()}, io.StringIO()
+    console = Console(file=stream, width=160)
+    show_contexts([short, short], "By context length", console)
+    assert not stream.getvalue()
+    show_contexts([short, long], "By context length", console)
+    lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+    assert lines[2:4] == ["up to 1,024 small 40 2.06 [1.95, 2.17] 0.50 9", "up to 8,192 small 40 1.50 0.50 9"]
 
 
 AT_8 = BatchFigures(
