@@ -109,6 +109,14 @@ class VllmLauncher:
 
         Raises EngineError, with the reason that its log gives, where it does not start or ends before it is stopped.
         """
+        with self.starting(command, dtype, log) as server:
+            address = server.wait()
+            with server.watched():
+                yield address
+
+    @contextmanager
+    def starting(self, command: ServeCommand, dtype: str, log: Path) -> Iterator["StartedServer"]:
+        """A server that does not answer yet; it and all its processes are gone afterwards."""
         port = free_port()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as stream:
@@ -121,34 +129,53 @@ class VllmLauncher:
                 start_new_session=True,  # its processes are one group, which can be stopped as a whole
             )
         try:
-            address = f"http://{_LOOPBACK}:{port}"
-            self._wait(address, process, log)
-            yield address
-            if process.poll() is not None:
-                raise EngineError("it ended")
-        except EngineError:
-            # A server whose engine fails refuses requests first, and ends a little later.
-            if not _ends_within(process, _ENDING_SECONDS):
-                raise
-            raise EngineError(f"the server ended with {process.returncode}: {reason_in(log)}") from None
+            yield StartedServer(process, f"http://{_LOOPBACK}:{port}", log, self.start_seconds)
         finally:
             stop(process)
 
-    def _wait(self, address: str, process: subprocess.Popen[bytes], log: Path) -> None:
-        """Wait until the server answers."""
-        until = time.monotonic() + self.start_seconds
-        with bounded_session() as session:
+
+class StartedServer(NamedTuple):
+    """A server's process from its start on."""
+
+    process: "subprocess.Popen[bytes]"
+    address: str
+    log: Path
+    seconds: float
+    """It must answer within these."""
+
+    def wait(self) -> str:
+        """Its address, once it answers. Raises EngineError, with the reason that its log gives, where it does not."""
+        until = time.monotonic() + self.seconds
+        with self.watched(), bounded_session() as session:
             session.trust_env = False  # no proxy stands between this machine and itself
             while time.monotonic() < until:
-                if process.poll() is not None:
+                if self.process.poll() is not None:
                     raise EngineError("it ended")
                 try:
-                    if session.get(f"{address}/health", timeout=_HEALTH_SECONDS).status_code == 200:
-                        return
+                    if session.get(f"{self.address}/health", timeout=_HEALTH_SECONDS).status_code == 200:
+                        return self.address
                 except requests.RequestException:
                     pass
                 time.sleep(0.1)
-        raise EngineError(f"did not answer within {self.start_seconds:g} s: {reason_in(log)}")
+            raise EngineError(f"did not answer within {self.seconds:g} s: {reason_in(self.log)}")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """What is done with it. Raises EngineError, with the reason that its log gives, where it ends meanwhile."""
+        try:
+            yield
+            if self.process.poll() is not None:
+                raise EngineError("it ended")
+        except EngineError:
+            # A server whose engine fails refuses requests first, and ends a little later.
+            if not _ends_within(self.process, _ENDING_SECONDS):
+                raise
+            raise EngineError(f"the server ended with {self.process.returncode}: {reason_in(self.log)}") from None
+
+    def end(self) -> None:
+        """Ask it to end, without waiting for it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
 
 
 def _ends_within(process: subprocess.Popen[bytes], seconds: float) -> bool:

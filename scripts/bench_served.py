@@ -4,8 +4,10 @@
         --prompts humaneval.jsonl --limit 60 --draft runs/train-eagle3-0123456789ab/checkpoints/step-000400
 
 vLLM (0.23 to 0.33) lives in an environment of its own and serves the target on this machine: plain, with prompt lookup,
-and with each draft at each K, one server after another. Each server answers the first turn of every prompt at each
-concurrency, at temperature 0, after a warm-up. The answer to a prompt has the same number of tokens everywhere, half to
+and with each draft at each K, one server after another. With `--together N`, N of them start side by side, which takes
+hardly longer than one, and are measured one by one while the others have nothing to do; each must then be content with
+a part of the memory. Each server answers the first turn of every prompt at each concurrency, at temperature 0, after a
+warm-up. The answer to a prompt has the same number of tokens everywhere, half to
 one and a half times `--new-tokens`: answers of one length that begin together would end together, which an operator's
 do not. A server's counters before and after give tau and accepted tokens by position; tokens a second while all
 requests are in flight, beside the plain server's on the same prompts, give the speed-up.
@@ -16,6 +18,9 @@ batch sizes. When the last server has stopped, draftforge replays each draft on 
 server's answers make a promised speed-up with the engine's times, and another with draftforge's own. `equal` is the
 share of answers that are the plain server's at the least concurrency, token by token: near ties fall otherwise in
 passes of another shape.
+
+`--counts` compares counts alone, such as those of many checkpoints: the servers that start together answer at the same
+time, none is plain, and nothing is timed.
 
 OUT/results.json and OUT/table.txt are written as results come; OUT/logs has the log of each server, OUT/answers what
 it answered, OUT/costs the times of both. A later run goes on: what is measured is not measured again, what failed is
@@ -30,7 +35,11 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,24 +56,34 @@ from draftforge.data.conversation import Message
 from draftforge.data.store import Sample
 from draftforge.errors import DraftforgeError, EngineError, InputError
 from draftforge.eval import counts
-from draftforge.eval.acceptance import alphas, unclipped_tau
+from draftforge.eval.acceptance import alphas, cluster_sums, tau, unclipped_tau
 from draftforge.eval.cost_measurement import Grid, costs_file, measure_costs, most_context
 from draftforge.eval.cost_table import cached_costs, cost_key
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
-from draftforge.eval.leaderboard import config_rows
 from draftforge.eval.score import Identity, score_draft
 from draftforge.eval.serving_load import LoadTimes
 from draftforge.eval.settings import SELECTION_SPLIT
 from draftforge.eval.target_pass_cache import TargetPassCache
-from draftforge.eval.vllm_server import MODEL, VllmClient, VllmLauncher
+from draftforge.eval.vllm_server import MODEL, StartedServer, VllmClient, VllmLauncher
 from draftforge.pipeline.stages import captured_stages, checkpoints_of
 from draftforge.pipeline.workspace import Workspace
 from draftforge.progress import bar, say
 from draftforge.recipe import load_recipe
 from draftforge.registry.lineage import git_commit
-from draftforge.scripts.vllm_servers import PLAIN, Draft, EngineTimes, Prompt, Setup, hardware, measure, scoring
+from draftforge.scripts.vllm_servers import (
+    PLAIN,
+    Draft,
+    EngineTimes,
+    Measured,
+    Prompt,
+    Setup,
+    hardware,
+    measure,
+    scoring,
+)
 from draftforge.specdec.formats import meta_file, read_meta
 from draftforge.specdec.formats.layouts import NATIVE, family_at, layout_of
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.training_free import LOOKUP
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.stored_draft import StoredDraft
@@ -175,36 +194,85 @@ def serve_all(
     times: EngineTimes,
     asked: Json,
 ) -> None:
-    """Measure what is not measured yet, one server after another."""
-    sizes: list[int] = asked["concurrency"]
-    left = {one: [size for size in sizes if measured_key(one, size) not in bench.found["served"]] for one in setups}
+    """Measure what is not measured yet: so many servers start together, and are measured one by one.
+
+    With counts alone they are measured at the same time.
+    """
+    begun, sizes, served = time.monotonic(), asked["concurrency"], bench.found["served"]
+    left = {one: [size for size in sizes if measured_key(one, size) not in served] for one in setups}
+    waiting = [one for one, missing in left.items() if missing or not (asked["counts"] or times.known(one))]
     with bar("serving", sum(map(len, left.values())), "measurements") as advance:
-        for setup, missing in left.items():
-            if not missing and times.known(setup):
-                continue
-            begun = time.monotonic()
-            record: Json = {"command": shlex.join(vllm.words(setup.command(target), target.dtype, "PORT"))}
-            record |= {"notes": list(setup.command(target).notes), "log": f"logs/{setup.key}.log"}
-            say(f"{setup.key}: starting (log: {bench.out / record['log']})")
-            done = 0
+
+        def figures_of(setup: Setup, client: VllmClient) -> list[tuple[str, Measured]]:
+            asking = prompts, asked["new_tokens"], asked["seconds"], asked["counts"]
+            return [(measured_key(setup, size), measure(client, setup, size, *asking)) for size in left[setup]]
+
+        for first in range(0, len(waiting), asked["together"]):
+            group = waiting[first : first + asked["together"]]
+            # Servers are stopped before their requests are waited for.
+            with ThreadPoolExecutor(len(group)) as pool, together(bench, vllm, target, group) as clients:
+                at_once = {one: pool.submit(figures_of, one, clients[one][0]) for one in clients if asked["counts"]}
+                for setup, (client, server) in clients.items():
+                    if asked["most_seconds"] and time.monotonic() - begun > asked["most_seconds"]:
+                        bench.failed(setup.key, f"was not begun within {asked['most_seconds']:g} s")
+                        continue
+                    try:
+                        with server.watched():
+                            found = at_once[setup].result() if asked["counts"] else figures_of(setup, client)
+                            for key, (figures, answers) in found:
+                                bench.keep_answers(key, answers)
+                                bench.keep("served", key, figures)
+                                advance(note=f"{key}: {speed_or_tau(figures)}")
+                            if not asked["counts"]:
+                                times.measure(client, setup)
+                        bench.found["failed"].pop(setup.key, None)
+                    except DraftforgeError as error:
+                        bench.failed(setup.key, str(error))
+
+
+def speed_or_tau(figures: Json) -> str:
+    """A measurement in a word."""
+    speed = figures.get("tokens_per_second")
+    return f"tau {figures['tau']:.3f}" if speed is None else f"{speed:,.0f} tokens/s"
+
+
+@contextmanager
+def together(
+    bench: Bench, vllm: VllmLauncher, target: TargetSettings, group: Sequence[Setup]
+) -> Iterator[dict[Setup, tuple[VllmClient, StartedServer]]]:
+    """Servers that answer, of a group that starts side by side; what does not start is noted."""
+    begun, servers, found = (
+        time.monotonic(),
+        dict[Setup, StartedServer](),
+        dict[Setup, tuple[VllmClient, StartedServer]](),
+    )
+    with ExitStack() as stack:
+        for setup in group:
+            say(f"{setup.key}: starting (log: {bench.out / log_of(setup)})")
+            command = setup.command(target)
+            servers[setup] = stack.enter_context(vllm.starting(command, target.dtype, bench.out / log_of(setup)))
+        # All of them answer before one is measured: one that starts would disturb it.
+        for setup, server in servers.items():
+            command = setup.command(target)
+            record: Json = {"command": shlex.join(vllm.words(command, target.dtype, "PORT")), "engine": "vLLM"}
+            record |= {"notes": list(command.notes), "log": log_of(setup), "together": len(group)}
             try:
-                with vllm.serving(setup.command(target), target.dtype, bench.out / record["log"]) as address:
-                    client = VllmClient(setup.key, address, model=MODEL)
+                client = VllmClient(setup.key, server.wait(), model=MODEL)
+                with server.watched():
                     record |= {"engine": client.version(), "start_seconds": time.monotonic() - begun}
-                    bench.keep("servers", setup.key, record)
-                    for size in missing:
-                        key = measured_key(setup, size)
-                        figures, answers = measure(client, setup, prompts, size, asked["new_tokens"], asked["seconds"])
-                        bench.keep_answers(key, answers)
-                        bench.keep("served", key, figures)
-                        done += 1
-                        advance(note=f"{key}: {figures['tokens_per_second']:,.0f} tokens/s")
-                    times.measure(client, setup)
-                bench.found["failed"].pop(setup.key, None)
+                found[setup] = client, server
             except DraftforgeError as error:
-                bench.keep("servers", setup.key, {"engine": "vLLM"} | record)
                 bench.failed(setup.key, str(error))
-                advance(len(missing) - done, note=f"{setup.key}: failed")
+            bench.keep("servers", setup.key, record)
+        yield found
+        # They end side by side, too.
+        for server in servers.values():
+            server.end()
+
+
+def log_of(setup: Setup) -> str:
+    """Where the log of a server lies."""
+    return f"logs/{setup.key}.log"
 
 
 # --- what draftforge says of the same answers ---
@@ -241,12 +309,12 @@ class Judge:
             if draft.folder is None
             else StoredDraft.load(draft.folder, self._target)
         )
-        spec = ProposerSpec(loaded.proposer, tuple(sorted({K for _, K, _ in measured})))
+        # vLLM copies what follows the first occurrence of the last tokens.
+        proposer = partial(PromptLookup, occurrence="first") if draft.folder is None else loaded.proposer
+        spec = ProposerSpec(proposer, tuple(sorted({K for _, K, _ in measured})))
         samples = {_answer_id(*one): self._sample(*one) for rows in answers.values() for one in rows}
-        identity = Identity(draft.name, draft.step)
-        table = score_draft(
-            self._target, [spec], list(samples.values()), self._settings, identity, self._traces, checked=()
-        ).counts
+        rounds = list(samples.values()), self._settings, Identity(draft.name, draft.step), self._traces
+        table = score_draft(self._target, [spec], *rounds, checked=()).counts
         rows = list(zip(table["conversation"].to_pylist(), table["draft_tokens"].to_pylist(), strict=True))
         row_of = {row: number for number, row in enumerate(rows)}
 
@@ -255,21 +323,21 @@ class Judge:
             return table.take([row_of[_answer_id(*one), K] for one in answers[key]])
 
         # 3) The promises: counts on the base's answers, times over the concurrencies, the engine's and our own.
-        times, engine = self._times(spec, loaded), self._times_of_engine(draft, spec, loaded)
-        plain = counts.concat([given(base, K) for K in spec.depths])
-        promised = {one.config: one for one in config_rows([plain], {identity: times}, self._settings)[identity]}
-        found: Json = {"of": served_by, "base": base, "times": times.description, "measurements": {}}
+        own = self._times(spec, loaded) if self._asked["own_times"] else None
+        engine = self._times_of_engine(draft, spec, loaded)
+        found: Json = {"of": served_by, "base": base, "times": own and own.description, "measurements": {}}
         found["engine_times"] = engine and engine.description
         confidence, reference = self._settings.confidence, set(map(_answer_id_of, answers[base]))
         for key, K, size in measured:
-            mine, row = given(key, K), promised[DraftConfig(K)]
-            reached = [one.value for one in alphas(mine, confidence)]
-            figures: Json = {"tau": _known(unclipped_tau(mine, confidence).value)}
+            mine, plain = given(key, K), given(base, K)
+            reached, counted = [one.value for one in alphas(mine, confidence)], unclipped_tau(mine, confidence)
+            figures: Json = {"tau": _known(counted.value), "tau_low": _known(counted.low)}
+            figures |= {"tau_high": _known(counted.high), "answers": len(set(map(_answer_id_of, answers[key])))}
             figures["accepted_at"] = [_known(math.prod(reached[: k + 1])) for k in range(K)]
-            figures["promised_tau"] = _known(row.tau.value)
-            for name, one in (("promised_speedup", times), ("promised_by_engine", engine)):
-                gain = one and one.gain_at(size, row.config, row.drafted_share)
-                figures[name] = gain and _known(gain.speedup(row.tau.value))
+            promised, share = tau(plain, confidence).value, drafting_share(plain) if draft.folder is None else 1.0
+            figures |= {"promised_tau": _known(promised), "drafted_share": share}
+            for name, one in (("promised_speedup", own), ("promised_by_engine", engine)):
+                figures[name] = one and _known(one.gain_at(size, DraftConfig(K), share).speedup(promised))
             figures["equal_answers"] = sum(_answer_id_of(one) in reference for one in answers[key]) / len(answers[key])
             found["measurements"][key] = figures
         return found
@@ -306,6 +374,12 @@ class Judge:
         own = cost_key(self._target, loaded.module or loaded.family, [spec], self._settings)
         key = own.model_copy(update=table.key.model_dump(include={"hardware", "engine", "software"}))
         return LoadTimes(table.model_copy(update={"key": key}), load)
+
+
+def drafting_share(table: pa.Table) -> float:
+    """Share of the rounds that draft anything."""
+    sums = cluster_sums(table, counts.values(table, "draft_tokens")[0])
+    return float(sums.position("reached", 0).sum() / sums.column("rounds").sum())
 
 
 def _answer_id(number: int, ids: list[int]) -> str:
@@ -365,14 +439,15 @@ def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None
                 rows.append(about | {"failed": bench.found["failed"].get(setup.key, "was not measured")})
                 continue
             mine = served[key]
-            about |= {"tokens_per_second": mine["tokens_per_second"]}
+            about |= {"tokens_per_second": mine.get("tokens_per_second")}
             if draft is None:
                 rows.append(about)
                 continue
             ours = bench.found["ours"].get(draft.key, {}).get("measurements", {}).get(key, {})
-            plain = served.get(measured_key(setups[0], size))
-            speedup = mine["tokens_per_second"] / plain["tokens_per_second"] if plain else None
+            plain = served.get(measured_key(Setup(None, 0), size))
+            speedup = about["tokens_per_second"] / plain["tokens_per_second"] if plain else None
             about |= {"tau_served": mine["tau"], "tau_ours": ours.get("tau"), "accepted_served": mine["accepted_at"]}
+            about |= {"tau_low": ours.get("tau_low"), "tau_high": ours.get("tau_high")}
             about |= {"accepted_ours": ours.get("accepted_at"), "speedup_served": speedup}
             about |= {"speedup_promised": ours.get("promised_by_engine"), "equal_answers": ours.get("equal_answers")}
             about["speedup_by_own_rounds"] = ours.get("promised_speedup")
@@ -409,8 +484,16 @@ def rankings(rows: Sequence[Json]) -> list[Json]:
             ]
             entry |= dict(zip(pair, order, strict=True))
             entry[f"{figure}_equal"] = None if None in order else order[0] == order[1]
+        entry["tau_ties"] = ties(group)
         found.append(entry)
     return found
+
+
+def ties(group: Sequence[Json]) -> list[list[int]]:
+    """Neighbouring checkpoints by our tau whose intervals overlap."""
+    known = [row for row in group if row.get("tau_low") is not None and row["tau_ours"] is not None]
+    ranked = sorted(known, key=lambda row: -row["tau_ours"])
+    return [[one["step"], two["step"]] for one, two in pairwise(ranked) if one["tau_low"] <= two["tau_high"]]
 
 
 def show(bench: Bench, console: Console) -> None:
@@ -428,7 +511,7 @@ def show(bench: Bench, console: Console) -> None:
         cells += [number(row.get("tau_served")), number(row.get("tau_ours"))]
         cells += [number(row.get("tau_percent"), "+.1f")]
         cells += [" ".join(map(number, row.get(f"accepted_{side}") or [])) for side in ("served", "ours")]
-        cells += [number(row["tokens_per_second"], ",.0f"), number(row.get("speedup_served"))]
+        cells += [number(row.get("tokens_per_second"), ",.0f"), number(row.get("speedup_served"))]
         cells += [number(row.get("speedup_promised")), number(row.get("speedup_percent"), "+.1f")]
         cells += [number(row.get("speedup_by_own_rounds"))]
         table.add_row(*cells, number(row.get("equal_answers"), ".0%"))
@@ -440,7 +523,8 @@ def show(bench: Bench, console: Console) -> None:
             if name.endswith(("_served", "_ours", "_promised"))
         ]
         alike = {True: "equal", False: "not equal", None: "not known"}
-        ends = f"tau {alike[one['tau_equal']]}, speed-up {alike[one['speedup_equal']]}"
+        tied = ", ".join(" = ".join(map(str, pair)) for pair in one["tau_ties"])
+        ends = f"tau {alike[one['tau_equal']]}, speed-up {alike[one['speedup_equal']]}{tied and f'; ties: {tied}'}"
         where = f"steps of {one['draft']}, K={one['draft_tokens']}, concurrency {one['concurrency']}"
         console.print(f"{where}: {'; '.join(parts)} ({ends})", markup=False)
     for note in Counter(note for one in bench.found["servers"].values() for note in one["notes"]):
@@ -477,6 +561,10 @@ def main(
     start_seconds: Annotated[float, typer.Option(min=1, help="A server must answer within these.")] = 600,
     cost_prompts: Annotated[int, typer.Option(min=1, help="Prompts of our own times.")] = 4,
     cost_rounds: Annotated[int, typer.Option(min=4, help="Rounds timed of each.")] = 16,
+    own_times: Annotated[bool, typer.Option(help="Promise from draftforge's own rounds, too.")] = True,
+    together: Annotated[int, typer.Option(min=1, help="Servers that start side by side.")] = 1,
+    counts_only: Annotated[bool, typer.Option("--counts", help="Counts alone, of all these at the same time.")] = False,
+    most_seconds: Annotated[float, typer.Option(min=0, help="Begin with no server after so many; 0: all.")] = 0,
     dry_run: Annotated[bool, typer.Option(help="Print the commands of all servers, and start none.")] = False,
 ) -> None:
     """Serve, replay, compare, and show it."""
@@ -487,7 +575,8 @@ def main(
         raise InputError(f"--dtype {dtype}: must be bfloat16, float16 or float32, which both sides know")
     drafts = [Draft(LOOKUP, 0, LOOKUP, None, LOOKUP)] if lookup else []
     drafts += find_drafts(draft or [], recipe, overrides or [], checkpoints)
-    setups = [Setup(None, 0), *(Setup(one, K) for one in drafts for K in depths)]
+    setups = [Setup(one, K) for one in drafts for K in depths]
+    setups = setups if counts_only else [Setup(None, 0), *setups]
     # Answers that repeat a prompt must read it again, as new ones would.
     flags = ["--max-num-seqs", str(sizes[-1]), "--no-enable-prefix-caching", *shlex.split(vllm_flags)]
     vllm = VllmLauncher(vllm_python.absolute(), flags, start_seconds, vllm_site)
@@ -503,6 +592,7 @@ def main(
         "lengths": "half to one and a half",
         "seconds": seconds,
         "flags": flags,
+        "counts": counts_only,
     }
     asked["prompts"] = fingerprint.of_json([list(one) for one in rows])
     bench = Bench(out.resolve(), asked)
@@ -511,7 +601,8 @@ def main(
             raise InputError(f"{bench.file}: {one.key} was another draft; name another folder")
     # 2) The servers, then, with the device free again, our own part.
     asked = asked | {"concurrency": sizes, "draft_tokens": depths}
-    asked |= {"cost_prompts": cost_prompts, "cost_rounds": cost_rounds}
+    asked |= {"cost_prompts": cost_prompts, "cost_rounds": cost_rounds, "own_times": own_times and not counts_only}
+    asked |= {"together": together, "most_seconds": most_seconds}
     times = EngineTimes(bench.out / "costs", settings, rows, asked)
     serve_all(bench, vllm, settings, setups, rows, times, asked)
     judge_all(bench, settings, setups, rows, times, asked)

@@ -9,10 +9,14 @@ the fault, tau of the healthy draft, of the copy and of the corrected one, and w
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +27,7 @@ from torch import Tensor
 from draftforge.errors import DraftforgeError
 from draftforge.eval.diagnosis import ReplayBench
 from draftforge.pipeline.cli_options import DraftDoctorOptions
+from draftforge.pipeline.doctor_report import Diagnosis
 from draftforge.pipeline.draft_doctor import Examination
 from draftforge.progress import say
 from draftforge.specdec.diagnosis.reading import shared_copy
@@ -364,17 +369,11 @@ FAULTS = (
 
 def planted(healthy: Path, folder: Path, fault: Fault, layout: Format, target: Target) -> Path:
     """A copy of a draft with a fault, in a layout. Raises LookupError where the draft does not have what it needs."""
-    place = folder / f"{healthy.name}-{layout}-{fault.name.replace(' ', '-')}"
+    draft = read_draft(healthy, target.num_layers)
+    place = folder / f"{draft.family}-{healthy.name}-{layout}-{fault.name.replace(' ', '-')}"
     place.mkdir(parents=True, exist_ok=True)
     architectures = list(target.model.config.architectures or ["LlamaForCausalLM"])
-    write_draft(
-        read_draft(healthy, target.num_layers),
-        place,
-        layout,
-        4,
-        Verifier("owner/target", architectures),
-        target.tokenizer,
-    )
+    write_draft(draft, place, layout, 4, Verifier("owner/target", architectures), target.tokenizer)
     config, weights = json.loads((place / "config.json").read_text()), place / "model.safetensors"
     tensors = load_file(weights)
     before = json.dumps(config), {name: tensor.clone() for name, tensor in tensors.items()}
@@ -425,10 +424,80 @@ def planted_gguf(
         yield name, names, place
 
 
-def examined(place: Path, target: Target, answers: Path | None, bench: ReplayBench | None) -> Examination:
-    """An examination, on a pass of the target that was made for another one, if any."""
-    options = DraftDoctorOptions(draft=place, target=target.settings.model, answers=answers)
-    return Examination(options, target, bench)
+class Work(NamedTuple):
+    """A draft with a fault, and the hypotheses any of which names it."""
+
+    healthy: Path
+    fault: str
+    layout: str
+    names: tuple[str, ...]
+    place: Path
+
+
+def all_planted(healthy: Path, options: argparse.Namespace, target: Target, skipped: Counter[str]) -> Iterator[Work]:
+    """All faults of a draft's family, planted. `skipped` counts reasons why one was not."""
+    family = read_draft(healthy, target.num_layers).family
+    for fault in FAULTS:
+        layouts = [one for one in fault.formats if family in FAMILIES[one]] if family in fault.families else []
+        skipped[f"a fault of other families than {family}"] += family not in fault.families
+        for layout in layouts or (["hf"] if family == "small" and "small" in fault.families else []):
+            if options.only not in fault.name or layout not in options.formats:
+                continue
+            try:
+                place = planted(healthy, options.out, fault, layout, target)
+            except (DraftforgeError, LookupError) as error:
+                say(f"{healthy.name}: {fault.name}, {layout}: not planted: {error}")
+                skipped[str(error)] += 1
+                continue
+            yield Work(healthy, fault.name, layout, fault.names, place)
+    if "gguf" in options.formats and options.only in "gguf":
+        for name, names, place in planted_gguf(healthy, options.out, target, skipped):
+            yield Work(healthy, name, "gguf", names, place)
+
+
+@cache
+def loaded(model: str) -> Target:
+    """The target, loaded once in a process."""
+    return Target.load(TargetSettings(model=model))
+
+
+@cache
+def sound(healthy: Path, model: str, answers: Path | None) -> tuple[Diagnosis, ReplayBench]:
+    """What the doctor says of the healthy draft, and the pass of the target that its copies are replayed on, too."""
+    found = Examination(DraftDoctorOptions(draft=healthy, target=model, answers=answers), loaded(model))
+    return found.run(), found.bench
+
+
+def examined(work: Work, model: str, answers: Path | None) -> Json:
+    """What the doctor makes of a draft with a fault."""
+    healthy, bench = sound(work.healthy, model, answers)
+    assert healthy.before is not None
+    began, tau = time.monotonic(), healthy.before["tau"]["value"]
+    options = DraftDoctorOptions(draft=work.place, target=model, answers=answers)
+    found = Examination(options, loaded(model), bench).run()
+    before, after = (None if one is None else one["tau"]["value"] for one in (found.before, found.after))
+    return {
+        "draft": str(work.healthy),
+        "fault": work.fault,
+        "layout": work.layout,
+        "healthy": tau,
+        "before": before,
+        "after": after,
+        "verdict": found.verdict,
+        "named": [f"{cause['hypothesis']}: {cause['what']}" for cause in found.causes],
+        "right": bool({cause["hypothesis"] for cause in found.causes} & set(work.names)),
+        "restored": after is not None and after >= 0.99 * tau,
+        "harmless": before is not None and before >= 0.97 * tau,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def line_of(row: Json) -> str:
+    """A row of the table."""
+    said = "harmless" if row["harmless"] and not row["named"] else "named" if row["right"] else "MISSED"
+    figures = f"{row['before'] or 1:5.2f} -> {row['after'] or 0:5.2f} of {row['healthy']:5.2f}  "
+    figures += f"{said:9}{'restored' * row['restored']:9}{row['seconds']:6.1f} s"
+    return f"{row['fault']:38} {row['layout']:12} {figures}  {'; '.join(row['named'])[:110]}"
 
 
 def main() -> int:
@@ -440,67 +509,31 @@ def main() -> int:
     parser.add_argument("--answers", type=Path)
     parser.add_argument("--only", default="", help="faults whose names hold this")
     parser.add_argument("--formats", nargs="*", default=["vllm", "speculators", "gguf", "hf"], help="of the copies")
+    parser.add_argument("--processes", type=int, default=1, help="examinations at a time, each with the target")
     options = parser.parse_args()
-    target, rows, skipped = Target.load(TargetSettings(model=options.target)), [], Counter[str]()
-    for healthy in options.draft:
-        first = examined(healthy, target, options.answers, None)
-        sound = first.run()
-        assert sound.before is not None
-        tau = sound.before["tau"]["value"]
-        print(
-            f"{healthy.name}: {sound.verdict}, tau {tau:.2f} at K={sound.draft_tokens}, {sound.answers} answers",
-            flush=True,
-        )
-        family, work = read_draft(healthy, target.num_layers).family, []
-        for fault in FAULTS:
-            layouts = [one for one in fault.formats if family in FAMILIES[one]] if family in fault.families else []
-            skipped[f"a fault of other families than {family}"] += family not in fault.families
-            for layout in layouts or (["hf"] if family == "small" and "small" in fault.families else []):
-                if options.only not in fault.name or layout not in options.formats:
-                    continue
-                try:
-                    place = planted(healthy, options.out, fault, layout, target)
-                except (DraftforgeError, LookupError) as error:
-                    say(f"{healthy.name}: {fault.name}, {layout}: not planted: {error}")
-                    skipped[str(error)] += 1
-                    continue
-                work.append((fault.name, layout, fault.names, place))
-        for name, names, place in (
-            planted_gguf(healthy, options.out, target, skipped)
-            if "gguf" in options.formats and options.only in "gguf"
-            else ()
-        ):
-            work.append((name, "gguf", names, place))
-        for name, layout, names, place in work:
-            began, found = time.monotonic(), examined(place, target, options.answers, first.bench).run()
-            as_is = None if found.before is None else found.before["tau"]["value"]
-            after = None if found.after is None else found.after["tau"]["value"]
-            named = [cause["hypothesis"] for cause in found.causes]
-            row = {
-                "draft": healthy.name,
-                "fault": name,
-                "layout": layout,
-                "healthy": tau,
-                "before": as_is,
-                "after": after,
-                "verdict": found.verdict,
-                "named": [f"{cause['hypothesis']}: {cause['what']}" for cause in found.causes],
-                "right": bool(set(named) & set(names)),
-                "restored": after is not None and after >= 0.99 * tau,
-                "harmless": as_is is not None and as_is >= 0.97 * tau,
-                "seconds": round(time.monotonic() - began, 1),
-            }
+    skipped, rows = Counter[str](), list[Json]()
+    with ExitStack() as stack:
+        # Each fault is examined as soon as it is planted.
+        each: Callable[..., Iterator[Json]] = map
+        if options.processes > 1:
+            context = multiprocessing.get_context("spawn")
+            each = stack.enter_context(ProcessPoolExecutor(options.processes, context)).map
+        target = loaded(options.target)
+        work = (one for healthy in options.draft for one in all_planted(healthy, options, target, skipped))
+        found = each(partial(examined, model=options.target, answers=options.answers), work)
+        for healthy in options.draft:
+            told, _ = sound(healthy, options.target, options.answers)
+            assert told.before is not None
+            figures = f"tau {told.before['tau']['value']:.2f} at K={told.draft_tokens}, {told.answers} answers"
+            print(f"{healthy.name}: {told.verdict}, {figures}", flush=True)
+        for row in found:
             rows.append(row)
-            said = "harmless" if row["harmless"] and not named else "named" if row["right"] else "MISSED"
-            figures = f"{as_is or 1:5.2f} -> {after or 0:5.2f} of {tau:5.2f}  {said:9}{'restored' * row['restored']:9}"
-            print(
-                f"{name:38} {layout:12} {figures}{row['seconds']:6.1f} s  {'; '.join(row['named'])[:110]}", flush=True
-            )
-    (options.out / "faults.json").write_text(json.dumps(rows, indent=1))
+            print(line_of(row), flush=True)
+            (options.out / "faults.json").write_text(json.dumps(rows, indent=1))
     harmful = [row for row in rows if not (row["harmless"] and not row["named"])]
     good = [row for row in harmful if row["right"] and row["restored"]]
-    told = f"{sum(row['right'] for row in harmful)} named, {len(good)} named and restored within 1 %"
-    print(f"{len(harmful)} of {len(rows)} faults lower acceptance; {told}")
+    ends = f"{sum(row['right'] for row in harmful)} named, {len(good)} named and restored within 1 %"
+    print(f"{len(harmful)} of {len(rows)} faults lower acceptance; {ends}")
     for why, count in (+skipped).most_common():
         print(f"{count} not planted: {why}")
     return 0 if len(good) >= 0.9 * len(harmful) else 1

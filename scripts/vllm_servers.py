@@ -69,6 +69,14 @@ class Prompt(NamedTuple):
     domain: str
 
 
+class Measured(NamedTuple):
+    """One server at one concurrency."""
+
+    figures: Json
+    answers: list[tuple[int, list[int]]]
+    """By number of the prompt."""
+
+
 def counters(client: VllmClient) -> Counters:
     """The engine's counts once nothing is added any more."""
     found, before = _counted(client), None
@@ -83,9 +91,15 @@ def _counted(client: VllmClient) -> Counters:
 
 
 def measure(
-    client: VllmClient, setup: Setup, prompts: Sequence[Prompt], concurrency: int, tokens: int, seconds: float
-) -> tuple[Json, list[tuple[int, list[int]]]]:
-    """Figures of one server at one concurrency over about so many seconds, and its answers by number of the prompt."""
+    client: VllmClient,
+    setup: Setup,
+    concurrency: int,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    seconds: float,
+    counts: bool = False,
+) -> "Measured":
+    """Figures of one server at one concurrency over about so many seconds; `counts`: without its speed."""
 
     lengths = answer_lengths(len(prompts), tokens, 2 * tokens)
 
@@ -104,15 +118,16 @@ def measure(
     # 3) The speed is that of the time in which all are in flight: from a second answer of each to the last to begin.
     begun, until = (max(one.begun for one in some) for some in (replies[: 2 * concurrency], replies))
     ended = sum(len(one.ids) for one in replies if begun < one.ended <= until)
-    figures: Json = {"requests": len(order), "tokens": ended, "seconds": until - begun}
-    figures["tokens_per_second"] = figures["tokens"] / figures["seconds"]
+    figures: Json = {"requests": len(order)}
+    if not counts:
+        figures |= {"tokens": ended, "seconds": until - begun, "tokens_per_second": ended / (until - begun)}
     if before is not None:
         added = counters(client).since(before)
         if not added.rounds:
             raise EngineError("its counters tell no draft")
         figures |= {"drafts": added.rounds, "drafted": added.drafted, "accepted": added.accepted, "tau": added.tau}
         figures["accepted_at"] = [count / added.rounds for count in added.accepted_at]
-    return figures, [(number, one.ids) for number, one in zip(order, replies, strict=True)]
+    return Measured(figures, [(number, one.ids) for number, one in zip(order, replies, strict=True)])
 
 
 def scoring(prompts: Sequence[Prompt], asked: Json) -> ScoreSettings:
@@ -132,7 +147,9 @@ class EngineTimes:
         settings = scoring(prompts, asked)
         assert settings.load is not None
         room = 4 * settings.load.context_tokens
-        grid = Grid.around(settings.load, room)
+        # At the concurrencies alone, and at the load's context.
+        around = Grid.around(settings.load, room)
+        grid = around._replace(batch_sizes=sorted(settings.load.batch_sizes), contexts=[around.context])
         self._measurement = EngineMeasurement([one.ids for one in prompts], settings, grid, 2 * room)
         self._folder, self._dtype, self._flags = folder, target.dtype, " ".join(asked["flags"])
 

@@ -75,14 +75,19 @@ class Stage:
     def starts(self) -> list[str]:
         return (self.folder / "starts.txt").read_text().split("\n")[:-1]
 
-    def run(self, *more: str) -> Any:
-        given = [str(self.folder / "out"), "--target", str(self.drafts.target_folder), "--dtype", "float32"]
+    def run(self, *more: str, out: str = "out") -> Any:
+        given = [str(self.folder / out), "--target", str(self.drafts.target_folder), "--dtype", "float32"]
         given += ["--vllm-python", str(self.folder / "python"), "--prompts", str(self.folder / "prompts.jsonl")]
         given += ["--draft", str(self.draft), "--draft", str(self.drafts.draft_folders["medusa"]), "--no-lookup"]
         given += [word for K in DEPTHS for word in ("--draft-tokens", str(K))]
         given += ["--concurrency", "1", "--concurrency", "2", "--seconds", "0", "--new-tokens", str(LENGTH)]
         given += ["--cost-prompts", "1", "--cost-rounds", "4"]
         return CliRunner().invoke(bench_served.app, [*given, *more])
+
+    def counted(self, *more: str) -> dict[str, Any]:
+        """Results of counts alone, in a folder of their own."""
+        self.run("--counts", *more, out="counted")
+        return json.loads((self.folder / "counted/results.json").read_text())  # type: ignore[no-any-return]
 
     @property
     def results(self) -> dict[str, Any]:
@@ -109,7 +114,7 @@ def reached_and_accepted(runs: Sequence[CountedRounds], K: int) -> list[float]:
 @pytest.mark.slow
 def test_served_figures_stand_beside_ours_and_a_second_run_goes_on(stage: Stage) -> None:
     stage.answer()
-    first = stage.run()
+    first = stage.run("--together", "3")
     assert first.exit_code == 3, first.output  # Medusa's servers failed
     found = stage.results
     rows = {(row["draft"], row["draft_tokens"], row["concurrency"]): row for row in found["rows"]}
@@ -144,7 +149,9 @@ def test_served_figures_stand_beside_ours_and_a_second_run_goes_on(stage: Stage)
     # Whole passes over three prompts, for four times as many requests as run at once.
     assert [found["served"][f"plain-c{size}"]["requests"] for size in (1, 2)] == [6, 9]
     assert "no medusa here" in (stage.folder / "out/table.txt").read_text()
-    assert stage.starts == ["plain 0", "eagle3 1", "eagle3 2", "medusa 1", "medusa 2"]
+    assert sorted(stage.starts[:3]) == ["eagle3 1", "eagle3 2", "plain 0"]  # side by side, in any order
+    assert sorted(stage.starts[3:]) == ["medusa 1", "medusa 2"]
+    assert [one["together"] for one in found["servers"].values()] == [3, 3, 3, 2, 2]
     # The second run starts what failed, and nothing else; it replays nothing again.
     stage.state["broken"] = ["plain", "eagle3", "medusa"]
     stage.write()
@@ -157,6 +164,17 @@ def test_served_figures_stand_beside_ours_and_a_second_run_goes_on(stage: Stage)
     stage.run()
     assert stage.starts[7:] == ["eagle3 1", "eagle3 2", "medusa 1", "medusa 2"]
     assert stage.results["served"] == found["served"]
+    # Counts alone are the same, and nothing is timed or promised.
+    stage.state["broken"] = ["medusa"]
+    stage.write()
+    counted_rows = stage.counted("--together", "2")["rows"]
+    assert [row["draft"] for row in counted_rows] == ["eagle3"] * 4 + ["medusa"] * 4
+    for row in counted_rows[:4]:
+        beside = rows["eagle3", row["draft_tokens"], row["concurrency"]]
+        same = ("tau_served", "tau_ours", "accepted_served", "accepted_ours", "tau_low")
+        assert {name: row[name] for name in same} == {name: beside[name] for name in same}
+        assert row["tokens_per_second"] is row["speedup_promised"] is row["speedup_by_own_rounds"] is None
+    assert not (stage.folder / "counted/costs").exists()
     # Figures of another number of tokens do not mix in.
     other = stage.run("--new-tokens", "8")
     assert isinstance(other.exception, InputError) and "new_tokens" in str(other.exception)
@@ -210,4 +228,7 @@ def test_checkpoints_are_ranked_by_what_is_served_and_by_ours() -> None:
     assert (found["speedup_served"], found["speedup_promised"]) == ([2, 1], [1, 2])
     assert found["speedup_equal"] is False
     (unknown,) = bench_served.rankings([row(1, 1.5, None, 1.1, 1.2), row(2, 1.7, 1.6, 1.3, 1.1)])
-    assert unknown["tau_ours"] is None and unknown["tau_equal"] is None
+    assert unknown["tau_ours"] is None and unknown["tau_equal"] is None and unknown["tau_ties"] == []
+    intervals = [(1, 1.4, 1.3, 1.5), (2, 1.6, 1.5, 1.7), (3, 1.9, 1.8, 2.0)]
+    sure = [row(step, 1.0, ours, 1, 1) | {"tau_low": low, "tau_high": high} for step, ours, low, high in intervals]
+    assert bench_served.rankings(sure)[0]["tau_ties"] == [[2, 1]]
