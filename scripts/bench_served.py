@@ -298,8 +298,14 @@ class Judge:
             if one.draft == draft and measured_key(one, size) in self._bench.found["served"]
         ]
         answers = {key: self._bench.answers(key) for key in dict.fromkeys([base, *(key for key, *_ in measured)])}
-        # 1) What is known already of these answers.
-        served_by = fingerprint.of_json([draft.digest, self._settings.model_dump(mode="json"), answers])
+        # 1) What is known already of these answers and times.
+        table = self._engine_times.table(draft)
+        told = [
+            self._settings.model_dump(mode="json"),
+            self._asked["own_times"],
+            table and table.model_dump(mode="json"),
+        ]
+        served_by = fingerprint.of_json([draft.digest, *told, answers])
         known: Json = self._bench.found["ours"].get(draft.key, {})
         if known.get("of") == served_by:
             return known

@@ -23,7 +23,7 @@ from draftforge.specdec.serving_plan import ServingPlan
 from draftforge.specdec.target_settings import TargetSettings
 
 PLAIN = "plain"
-_SETTLE_SECONDS = 0.5
+_SETTLE_SECONDS = 0.2
 """The engine's process tells its server a step later: counters are read until two readings so far apart are equal."""
 Json = dict[str, Any]
 
