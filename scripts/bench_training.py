@@ -5,15 +5,20 @@
         --answers OUT/answers drafts.eagle3.steps=900
 
 Prompts are JSON lines with `domain` and `turns`. Those of --prompts, and those that the target makes up itself
-(--self-prompts), train; those of --eval only judge, each as a domain. Figures go to OUT/results.json and to the screen.
+(--self-prompts), train; those of --eval only judge, each as a domain. Figures go to OUT/results.json and to the screen,
+tau by context length among them. With --dialogue-turns 30 prompts are joined into dialogues, which the target answers
+turn by turn until its context is full, so that all lengths of context are trained on and judged by the same prompts.
 """
 
 import gzip
 import json
+import random
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import pyarrow as pa
 import torch
 import typer
 from rich.console import Console
@@ -51,6 +56,7 @@ def main(
     held: Annotated[list[Path] | None, typer.Option("--holdout", help="Prompts to keep out of everything.")] = None,
     answers: Annotated[Path | None, typer.Option(help="Recorded answers to start from.")] = None,
     self_prompts: Annotated[int, typer.Option(help="Prompts to sample from the target into OUT/self.jsonl.gz.")] = 0,
+    dialogue_turns: Annotated[int, typer.Option(help="Join prompts into dialogues of so many turns; 0: do not.")] = 0,
     record: Annotated[bool, typer.Option(help="Only capture, and keep the answers in OUT/answers.")] = False,
     draft: Annotated[list[str] | None, typer.Option(help="Only this draft of the recipe; may be given again.")] = None,
     recipe: Annotated[Path, typer.Option(help="What is trained, and how.")] = RECIPE,
@@ -61,7 +67,11 @@ def main(
     training = list(prompts or [])
     if self_prompts:
         training.append(sample_prompts(settings.target, self_prompts, out / "self.jsonl.gz"))
-    sources = [source(path, "train") for path in training] + [source(path, "selection") for path in judged or []]
+    judging = list(judged or [])
+    if dialogue_turns:
+        training = [join_prompts(training, dialogue_turns, out / "dialogues-train.jsonl")]
+        judging = [join_prompts(judging, dialogue_turns, out / "dialogues.jsonl")]
+    sources = [source(path, "train") for path in training] + [source(path, "selection") for path in judging]
     sources += [source(path, "holdout") | {"limit": _HELD} for path in held or []]
     chosen = [f"mix.sources={json.dumps(sources)}", f"workdir={out / 'work'}"]
     if answers is not None:
@@ -82,11 +92,13 @@ def main(
     scored = score_stage(stages, trained)
     assert scored is not None
     curves = {name: _curve(scored, name, trained[name].folder, space) for name in trained}
-    rules = _by_rule(scored, trained, space)
+    rules, contexts = _by_rule(scored, trained, space), _by_context(scored, trained, space)
     _show(runs, curves, scored)
-    for name, tau_by_rule in rules.items():
-        print(f"{name:28} {'  '.join(f'{which} {value:.3f}' for which, value in tau_by_rule.items())}")
+    for found_by in (rules, contexts):
+        for name, taus in found_by.items():
+            print(f"{name:28} {'  '.join(f'{which} {value:.3f}' for which, value in taus.items())}")
     found: dict[str, Any] = {"hardware": _hardware(), "runs": runs, "curves": curves, "tau_by_rule": rules}
+    found["tau_by_context"] = contexts
     found["rows"] = [row.record() for row in scored.rows]
     (out / "results.json").write_text(json.dumps(found, indent=1))
 
@@ -108,6 +120,18 @@ def sample_prompts(settings: TargetSettings, count: int, path: Path) -> Path:
         texts = prompts_of(Target.load(settings), batch_size=2048)(count, 0, 128)
         with gzip.open(path, "wt") as stream:
             stream.writelines(json.dumps({"domain": "self", "turns": [text]}) + "\n" for text in texts)
+    return path
+
+
+def join_prompts(paths: Sequence[Path], turns: int, path: Path) -> Path:
+    """Join the prompts of some files, shuffled, into dialogues of so many user turns; the remainder is left out."""
+    texts = list[str]()
+    for one in paths:
+        with gzip.open(one, "rt") if one.suffix == ".gz" else one.open() as lines:
+            texts += [text for line in lines for text in json.loads(line)["turns"]]
+    random.Random(0).shuffle(texts)
+    dialogues = [texts[start : start + turns] for start in range(0, len(texts) - turns + 1, turns)]
+    path.write_text("".join(json.dumps({"domain": domain_of(path), "turns": one}) + "\n" for one in dialogues))
     return path
 
 
@@ -148,15 +172,34 @@ def _curve(scored: Scored, name: str, folder: Path, space: Workspace) -> list[di
 
 def _by_rule(scored: Scored, trained: dict[str, Stage], space: Workspace) -> dict[str, dict[str, float]]:
     """tau of each draft's last checkpoint at the longest chain, by sampling setting and accept rule."""
-    longest, found = max(space.recipe.score.draft_tokens), dict[str, dict[str, float]]()
-    for name in trained:
-        step = max(row.step for row in scored.rows if row.draft == name)
-        table = counts.where(scored.counts, draft=name, step=step, draft_tokens=longest, tree="", method="replay")
-        found[name] = {
+    return {
+        name: {
             f"{setting} {rule}": tau(part, space.recipe.score.confidence).value
-            for (setting, rule), part in counts.groups(table, "setting", "rule")
+            for (setting, rule), part in counts.groups(_last_counts(scored, name, space), "setting", "rule")
         }
-    return found
+        for name in trained
+    }
+
+
+def _by_context(scored: Scored, trained: dict[str, Stage], space: Workspace) -> dict[str, dict[str, float]]:
+    """tau of each draft's last checkpoint at the longest chain and the first sampling setting, by context length."""
+    settings = space.recipe.score
+    return {
+        name: {
+            counts.bucket_label(bucket): tau(part, settings.confidence).value
+            for (bucket,), part in counts.groups(
+                counts.where(serving(_last_counts(scored, name, space), settings), setting=settings.sampling[0].key),
+                "context_bucket",
+            )
+        }
+        for name in trained
+    }
+
+
+def _last_counts(scored: Scored, name: str, space: Workspace) -> pa.Table:
+    """Replayed counts of a draft's last checkpoint at the longest chain."""
+    step, longest = max(row.step for row in scored.rows if row.draft == name), max(space.recipe.score.draft_tokens)
+    return counts.where(scored.counts, draft=name, step=step, draft_tokens=longest, tree="", method="replay")
 
 
 def _show(runs: dict[str, dict[str, float]], curves: dict[str, list[dict[str, Any]]], scored: Scored) -> None:

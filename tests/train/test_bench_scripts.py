@@ -1,6 +1,7 @@
 """The benchmark scripts run anywhere; what they measure is for GPUs."""
 
 import argparse
+import gzip
 import importlib.util
 import itertools
 import json
@@ -107,6 +108,19 @@ def test_bench_large_target_trains_on_two_ranks_that_hold_half_of_the_layers_eac
     assert found["target_bytes"] >= 4_000_000
     assert found["held_bytes"] == [ends + (found["target_bytes"] - ends) // 2] * 2
     assert len(found["losses"]) == len(found["seconds"]) == 2
+
+
+def test_prompts_are_joined_into_dialogues(tmp_path: Path) -> None:
+    """Every prompt once, turns of a conversation too; what fills no dialogue is left out."""
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl.gz"]
+    files[0].write_text("".join(json.dumps({"turns": [f"a{n}", f"b{n}"]}) + "\n" for n in range(4)))
+    with gzip.open(files[1], "wt") as stream:
+        stream.write(json.dumps({"turns": ["c"]}) + "\n")
+    path = script("bench_training").join_prompts(files, 3, tmp_path / "long.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["domain"], len(line["turns"])) for line in lines] == [("long", 3)] * 3
+    joined = [text for line in lines for text in line["turns"]]
+    assert sorted(joined) == [f"{kind}{n}" for kind in "ab" for n in range(4)] + ["c"]
 
 
 @pytest.mark.slow
