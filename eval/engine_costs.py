@@ -191,7 +191,7 @@ class EngineServers:
         else:
             plan = ServingPlan.chain(K, rule)  # type: ignore[arg-type]
             command = serve_command(NATIVE, draft.family, plan, str(_served_folder(draft)), self._target)
-        return _synthetic(command, K) if self._synthetic else command
+        return synthetic(command, K) if self._synthetic else command
 
     @property
     def _synthetic(self) -> bool:
@@ -211,12 +211,12 @@ def _served_folder(draft: StoredDraft) -> Path:
     return draft.path.absolute()
 
 
-def _synthetic(command: ServeCommand, K: int) -> ServeCommand:
+def synthetic(command: ServeCommand, K: int) -> ServeCommand:
     """The command with every second draft token accepted, each after accepted ones, whatever is drafted."""
     words = shlex.split(command.text)
     at = words.index("--speculative-config") + 1
-    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2 - 0.5**K}
-    words[at] = json.dumps(json.loads(words[at]) | synthetic)
+    accepting = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2 - 0.5**K}
+    words[at] = json.dumps(json.loads(words[at]) | accepting)
     return command._replace(text=shlex.join(words))
 
 

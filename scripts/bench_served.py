@@ -200,6 +200,7 @@ def serve_all(
     """
     begun, sizes, served = time.monotonic(), asked["concurrency"], bench.found["served"]
     left = {one: [size for size in sizes if measured_key(one, size) not in served] for one in setups}
+    left |= {one: [] for one in setups if one.synthetic}
     waiting = [one for one, missing in left.items() if missing or not (asked["counts"] or times.known(one))]
     with bar("serving", sum(map(len, left.values())), "measurements") as advance:
 
@@ -295,11 +296,11 @@ class Judge:
             (measured_key(one, size), one.draft_tokens, size)
             for one in setups
             for size in self._asked["concurrency"]
-            if one.draft == draft and measured_key(one, size) in self._bench.found["served"]
+            if one.draft == draft and not one.synthetic and measured_key(one, size) in self._bench.found["served"]
         ]
         answers = {key: self._bench.answers(key) for key in dict.fromkeys([base, *(key for key, *_ in measured)])}
         # 1) What is known already of these answers and times.
-        table = self._engine_times.table(draft)
+        table = self._engine_times.table(draft.key)
         told = [
             self._settings.model_dump(mode="json"),
             self._asked["own_times"],
@@ -330,7 +331,9 @@ class Judge:
 
         # 3) The promises: counts on the base's answers, times over the concurrencies, the engine's and our own.
         own = self._times(spec, loaded) if self._asked["own_times"] else None
-        engine = self._times_of_engine(draft, spec, loaded)
+        engine = self._times_of_engine(draft.key, spec, loaded)
+        deepest = ProposerSpec(spec.make, spec.depths[-1:])
+        synthetic = self._times_of_engine(Setup(draft, 0, True).table, deepest, loaded)
         found: Json = {"of": served_by, "base": base, "times": own and own.description, "measurements": {}}
         found["engine_times"] = engine and engine.description
         confidence, reference = self._settings.confidence, set(map(_answer_id_of, answers[base]))
@@ -342,7 +345,8 @@ class Judge:
             figures["accepted_at"] = [_known(math.prod(reached[: k + 1])) for k in range(K)]
             promised, share = tau(plain, confidence).value, drafting_share(plain) if draft.folder is None else 1.0
             figures |= {"promised_tau": _known(promised), "drafted_share": share}
-            for name, one in (("promised_speedup", own), ("promised_by_engine", engine)):
+            by = {"promised_speedup": own, "promised_by_engine": engine}
+            for name, one in (by | ({"promised_by_synthetic": synthetic} if spec.depths[-1] == K else {})).items():
                 figures[name] = one and _known(one.gain_at(size, DraftConfig(K), share).speedup(promised))
             figures["equal_answers"] = sum(_answer_id_of(one) in reference for one in answers[key]) / len(answers[key])
             found["measurements"][key] = figures
@@ -371,9 +375,9 @@ class Judge:
 
         return LoadTimes(cached_costs(self._bench.out / "costs" / costs_file(key, grid), key, measure_here), load)
 
-    def _times_of_engine(self, draft: Draft, spec: ProposerSpec, loaded: StoredDraft) -> LoadTimes | None:
-        """Times of the engine's rounds with this draft at every K, if they were measured."""
-        table, load = self._engine_times.table(draft), self._settings.load
+    def _times_of_engine(self, name: str, spec: ProposerSpec, loaded: StoredDraft) -> LoadTimes | None:
+        """Times of the engine's rounds with a draft at every K, if they were measured."""
+        table, load = self._engine_times.table(name), self._settings.load
         assert load is not None
         if table is None or not set(spec.depths) <= {point.levels for point in table.points}:
             return None
@@ -436,7 +440,7 @@ def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None
     served, rows = bench.found["served"], list[Json]()
     for setup in setups:
         server = bench.found["servers"].get(setup.key, {})
-        for size in sizes:
+        for size in () if setup.synthetic else sizes:
             key, draft = measured_key(setup, size), setup.draft
             about: Json = {"engine": server.get("engine", "vLLM"), "draft": draft.name if draft else PLAIN}
             about |= {"step": draft.step if draft and draft.folder else None}
@@ -457,6 +461,7 @@ def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None
             about |= {"accepted_ours": ours.get("accepted_at"), "speedup_served": speedup}
             about |= {"speedup_promised": ours.get("promised_by_engine"), "equal_answers": ours.get("equal_answers")}
             about["speedup_by_own_rounds"] = ours.get("promised_speedup")
+            about["speedup_by_synthetic"] = ours.get("promised_by_synthetic")
             about["tau_percent"] = percent(about["tau_ours"], about["tau_served"])
             about["speedup_percent"] = percent(about["speedup_promised"], about["speedup_served"])
             rows.append(about)
@@ -522,6 +527,13 @@ def show(bench: Bench, console: Console) -> None:
         cells += [number(row.get("speedup_by_own_rounds"))]
         table.add_row(*cells, number(row.get("equal_answers"), ".0%"))
     console.print(table)
+    for row in bench.found["rows"]:
+        if row.get("speedup_by_synthetic") is not None:
+            off = number(percent(row["speedup_by_synthetic"], row["speedup_served"]), "+.1f")
+            where = f"{row['draft']}, K={row['draft_tokens']}, concurrency {row['concurrency']}"
+            console.print(
+                f"{where}: promised {number(row['speedup_by_synthetic'])} ({off} %) by times with synthetic acceptance"
+            )
     for one in bench.found["rankings"]:
         parts = [
             f"{name.replace('_', ' ')} {' > '.join(map(str, order)) if order else '-'}"
@@ -569,6 +581,9 @@ def main(
     cost_rounds: Annotated[int, typer.Option(min=4, help="Rounds timed of each.")] = 16,
     own_times: Annotated[bool, typer.Option(help="Promise from draftforge's own rounds, too.")] = True,
     together: Annotated[int, typer.Option(min=1, help="Servers that start side by side.")] = 1,
+    synthetic: Annotated[
+        bool, typer.Option(help="Time the first draft's largest K accepting synthetically, too.")
+    ] = False,
     counts_only: Annotated[bool, typer.Option("--counts", help="Counts alone, of all these at the same time.")] = False,
     most_seconds: Annotated[float, typer.Option(min=0, help="Begin with no server after so many; 0: all.")] = 0,
     dry_run: Annotated[bool, typer.Option(help="Print the commands of all servers, and start none.")] = False,
@@ -582,6 +597,9 @@ def main(
     drafts = [Draft(LOOKUP, 0, LOOKUP, None, LOOKUP)] if lookup else []
     drafts += find_drafts(draft or [], recipe, overrides or [], checkpoints)
     setups = [Setup(one, K) for one in drafts for K in depths]
+    if synthetic and drafts[-1].folder is not None and not counts_only:
+        first = next(one for one in drafts if one.folder is not None)
+        setups.append(Setup(first, depths[-1], synthetic=True))
     setups = setups if counts_only else [Setup(None, 0), *setups]
     # Answers that repeat a prompt must read it again, as new ones would.
     flags = ["--max-num-seqs", str(sizes[-1]), "--no-enable-prefix-caching", *shlex.split(vllm_flags)]

@@ -13,7 +13,7 @@ from draftforge import storage
 from draftforge.errors import EngineError
 from draftforge.eval.cost_measurement import Grid
 from draftforge.eval.cost_table import CostKey, CostTable, hardware_name, kept_table
-from draftforge.eval.engine_costs import EngineMeasurement, answer_lengths
+from draftforge.eval.engine_costs import EngineMeasurement, answer_lengths, synthetic
 from draftforge.eval.engine_metrics import Counters, parse
 from draftforge.eval.settings import CostSettings, LoadSettings, ScoreSettings
 from draftforge.eval.vllm_server import TimedAnswer, VllmClient
@@ -47,13 +47,22 @@ class Setup(NamedTuple):
 
     draft: Draft | None
     draft_tokens: int
+    synthetic: bool = False
+    """It accepts synthetically, and is timed alone."""
 
     @property
     def key(self) -> str:
-        return PLAIN if self.draft is None else f"{self.draft.key}-K{self.draft_tokens}"
+        return PLAIN if self.draft is None else f"{self.table}-K{self.draft_tokens}"
+
+    @property
+    def table(self) -> str:
+        """Name of the table that its times are in."""
+        return PLAIN if self.draft is None else f"{self.draft.key}{'-synthetic' * self.synthetic}"
 
     def command(self, target: TargetSettings) -> ServeCommand:
         """vLLM's command by draftforge's own words."""
+        if self.synthetic:
+            return synthetic(self._replace(synthetic=False).command(target), self.draft_tokens)
         if self.draft is None:
             return plain_command("vllm", target)
         if self.draft.folder is None:
@@ -153,13 +162,13 @@ class EngineTimes:
         self._measurement = EngineMeasurement([one.ids for one in prompts], settings, grid, 2 * room)
         self._folder, self._dtype, self._flags = folder, target.dtype, " ".join(asked["flags"])
 
-    def table(self, draft: Draft | None) -> CostTable | None:
+    def table(self, name: str) -> CostTable | None:
         """Times of the plain server, with those of a draft; None where they were not measured."""
-        return kept_table(self._file(draft))
+        return kept_table(self._file(name))
 
     def known(self, setup: Setup) -> bool:
         """Whether a server's rounds were measured."""
-        table = self.table(setup.draft)
+        table = self.table(setup.table)
         return table is not None and any(point.levels == setup.draft_tokens for point in table.points)
 
     def measure(self, client: VllmClient, setup: Setup) -> None:
@@ -171,18 +180,18 @@ class EngineTimes:
                 hardware=hardware(), engine=client.version(), software=f"{client.version()} {self._flags}",
                 dtype=self._dtype, target={}, draft={}, sampling="", plans={},
             )  # fmt: skip
-            self._keep(None, self._measurement.plain(client, key))
+            self._keep(PLAIN, self._measurement.plain(client, key))
             return
-        table = self.table(setup.draft) or self.table(None)
+        table = self.table(setup.table) or self.table(PLAIN)
         if table is None:
             raise EngineError("there are no times of the plain server to set its rounds beside")
-        self._keep(setup.draft, self._measurement.with_draft(table, client, setup.draft_tokens, setup.draft.family))
+        self._keep(setup.table, self._measurement.with_draft(table, client, setup.draft_tokens, setup.draft.family))
 
-    def _keep(self, draft: Draft | None, table: CostTable) -> None:
-        storage.write_bytes(self._file(draft), table.model_dump_json().encode())
+    def _keep(self, name: str, table: CostTable) -> None:
+        storage.write_bytes(self._file(name), table.model_dump_json().encode())
 
-    def _file(self, draft: Draft | None) -> Path:
-        return self._folder / f"engine-{PLAIN if draft is None else draft.key}.json"
+    def _file(self, name: str) -> Path:
+        return self._folder / f"engine-{name}.json"
 
 
 def hardware() -> str:
