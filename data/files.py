@@ -100,13 +100,13 @@ def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
     """Find the files that a source names: one file, all of a folder, or the matches of a pattern.
 
     They are sorted by name; files of one rotated log by time, the oldest first. A folder's files whose name starts with
-    a dot are left out. Raises MissingFileError, and InputError for a name that is not UTF-8, and for a link out of the
-    folder (of a pattern: the one that its beginning names) unless these are followed.
+    a dot are left out. Raises MissingFileError, and InputError for a name that is not UTF-8, a folder that cannot be
+    read, and a link out of the folder (of a pattern: the one that its beginning names) unless these are followed.
     """
     # A folder: all files in it and below.
     path = base_dir / name
     if path.is_dir():
-        found = [inner for inner in path.rglob("*") if inner.is_file() and not _hidden(inner.relative_to(path))]
+        found = list(_files_below(path, follow_links))
         if not found:
             raise MissingFileError(f"{path}: the folder holds no file")
         return _by_time(found if follow_links else _inside(found, path))
@@ -119,6 +119,33 @@ def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
         plain = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)
         return _by_time(found if follow_links else _inside(found, Path(*plain)))
     return [require_file(path)]
+
+
+def _files_below(folder: Path, follow_links: bool) -> Iterator[Path]:
+    """Yield the files of a folder and below that are not hidden, those of each folder once, whatever links lead to it.
+
+    Raises InputError for a folder that cannot be read, and for a link to one outside unless these are followed.
+    """
+    root = folder.resolve()
+    seen = {root}
+    for place, folders, names in os.walk(folder, onerror=_unreadable, followlinks=True):
+        found = [Path(place, name) for name in sorted(names) if not name.startswith(".")]
+        yield from (file for file in found if file.is_file())
+        inner = [Path(place, name) for name in sorted(folders) if not name.startswith(".")]
+        if not follow_links:
+            _inside(inner, folder)
+        # A link to a folder that is read by its own name, or was read by another link, is passed over.
+        folders.clear()
+        for one in inner:
+            real = one.resolve()
+            is_read = real.is_relative_to(root) and not _hidden(real.relative_to(root))
+            if real not in seen and not (one.is_symlink() and is_read):
+                seen.add(real)
+                folders.append(one.name)
+
+
+def _unreadable(error: OSError) -> None:
+    raise InputError(f"{error.filename}: cannot be read ({error.strerror})")
 
 
 def _inside(paths: list[Path], folder: Path) -> list[Path]:
@@ -512,7 +539,7 @@ def _csv_rows(file: _Open, delimiter: str, column: str | None) -> Iterator[Item]
     rows = csv.DictReader(_table_lines(file), delimiter=delimiter, strict=True)
     # The header is read at once, so that an error in it has line 1.
     with _table_errors(file.path, f"{file.path}:1"):
-        _require_column(file.path, rows.fieldnames or (), column)
+        _check_columns(file.path, rows.fieldnames or (), column)
     for number in itertools.count(1):
         # A row may span lines: it is named by the first.
         where = f"{file.path}:{rows.line_num + 1}"
@@ -534,9 +561,12 @@ def _table_lines(file: _Open) -> Iterator[str]:
         yield _utf8(line, where)
 
 
-def _require_column(path: Path, names: Sequence[str], column: str | None) -> None:
+def _check_columns(path: Path, names: Sequence[str], column: str | None) -> None:
     if column is not None and column not in names:
         raise InputError(f"{path}: has no column {column!r}; it has {', '.join(sorted(names)) or 'none'}")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"{path}: has several columns {twice!r}; rename all but one")
 
 
 @contextmanager
@@ -553,6 +583,8 @@ def _table_errors(path: Path, where: str) -> Iterator[None]:
 def _checked_row(row: dict[Any, Any], where: str) -> dict[str, str]:
     if None in row or None in row.values():
         raise InputError(f"{where}: has not as many values as the header has names")
+    if r"\N" in row.values():
+        raise InputError(rf"{where}: has \N for no value, as tables with backslash escapes do; must be CSV with quotes")
     return {name: value for name, value in row.items() if value}  # an empty cell is no value
 
 
@@ -570,7 +602,7 @@ def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
             flat = [path for path in texts if "." not in path]
             file.stream.seek(0)
             table = pq.ParquetFile(file.stream, read_dictionary=flat)
-        _require_column(file.path, table.schema_arrow.names, column)
+        _check_columns(file.path, table.schema_arrow.names, column)
         # One batch of rows is in memory at a time.
         batches = table.iter_batches(_ITEMS_PER_UPDATE if flat == texts else _NESTED_ROWS)
         while True:
@@ -589,6 +621,28 @@ def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
 
 
 _TEXT = "BYTE_ARRAY"
+
+
+_OF_NAMED = ("parameters", "input_schema", "inputSchema", "arguments", "args")
+
+
+def has_objects_in_columns(row: Any) -> bool:
+    """Whether a row of a table has objects in columns that a template prints as they were sent: schemas of tools,
+    arguments of calls, documents, and what is inside of template arguments. Columns have one order for all rows, and
+    tell no null from an absent field."""
+    if isinstance(row, list):
+        return any(map(has_objects_in_columns, row))
+    if not isinstance(row, dict):
+        return False
+    arguments = row.get("chat_template_kwargs")
+    inside = [row.get("documents"), *(arguments.values() if isinstance(arguments, dict) else ())]
+    inside += [row.get(name) for name in _OF_NAMED] if "name" in row else []
+    inside += [row.get("input")] if row.get("type") == "tool_use" else []
+    return any(map(_holds_object, inside)) or any(map(has_objects_in_columns, row.values()))
+
+
+def _holds_object(value: Any) -> bool:
+    return any(map(_holds_object, value)) if isinstance(value, list) else isinstance(value, dict) and bool(value)
 
 
 def without_none(value: Any, where: str = "") -> Any:

@@ -124,14 +124,14 @@ def rows_within(batch: pa.RecordBatch, longest: int) -> Iterator[dict[str, Any] 
     for one whose text is not valid UTF-8."""
     if _values_bytes(batch.columns) <= longest:
         with suppress(UnicodeDecodeError):
-            rows = batch.to_pylist()
+            rows = batch.to_pylist(maps_as_pydicts="lossy")
             yield from rows
             return
     for number in range(len(batch)):
         row = batch.slice(number, 1)
         size = _values_bytes(row.columns)
         try:
-            yield row.to_pylist()[0] if size <= longest else size
+            yield row.to_pylist(maps_as_pydicts="lossy")[0] if size <= longest else size
         except UnicodeDecodeError:
             yield None
 
@@ -145,8 +145,11 @@ def _values_bytes(arrays: Sequence[pa.Array]) -> int:
             size += int(pc.sum(lengths).as_py() or 0) + 8 * len(array)
         elif pa.types.is_struct(array.type):
             size += _values_bytes(array.flatten())
-        elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type) or pa.types.is_map(array.type):
+        elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
             size += _values_bytes([array.flatten()]) + 8 * len(array)
+        elif pa.types.is_map(array.type):
+            start, stop = array.offsets[0].as_py(), array.offsets[-1].as_py()
+            size += _values_bytes([array.values.slice(start, stop - start)]) + 8 * len(array)
         else:
             size += int(array.nbytes)
     return size

@@ -330,6 +330,10 @@ def _record(
         raise InputError(f"{where}: nested too deeply for JSON") from None
     except (UnicodeEncodeError, ValueError):
         raise InputError(f"{where}: holds text that is not valid Unicode, or a number that is not finite") from None
+    except TypeError:  # of a table's column
+        raise InputError(
+            f"{where}: holds a date or a decimal number among what the target is shown; must be JSON"
+        ) from None
     return record
 
 

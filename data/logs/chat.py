@@ -1,5 +1,6 @@
 """Log entries, and what the readers of all chat logs share: request bodies, encoded fields, labels."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -24,6 +25,7 @@ Reason = Literal[
     "message part that is not text",
     "message rewritten by the gateway",
     "messages in an unread form",
+    "objects in columns of a table",
     "reasoning effort in an unread form",
     "tools without their definitions",
     "settings beside the request",
@@ -232,14 +234,17 @@ def _named(request: Mapping[str, Any]) -> set[str]:
 
 def _beside(named: Collection[str], around: Any, depth: int) -> bool:
     """Whether an object, or one inside it down to `depth`, holds something that shapes a prompt and is not `named`."""
-    for name, found in around.items() if isinstance(around, Mapping) else ():
-        if name in _TAKEN:
+    for path, found in around.items() if isinstance(around, Mapping) else ():
+        if path in _TAKEN or not isinstance(path, str):  # a table's maps have keys of any type
             continue
-        value = decoded(found)
+        # Attributes of spans have a path in the place of a name.
+        value, name = decoded(found), path.rpartition(".")[2]
         if name not in named and name in _SHAPING and _SHAPING[name](value):
             return True
+        if "tools" not in named and _tells_of_tools(path, value):
+            return True
         # Instructions that stand deeper may be anyone's.
-        system = is_system_prompt(name) or (name == "instructions" and depth == _DEPTH)
+        system = is_system_prompt(name) or (path == "instructions" and depth == _DEPTH)
         if system and _SYSTEM not in named and value and isinstance(value, str | list | dict):
             return True
         if depth and _beside(named, value, depth - 1):
@@ -296,16 +301,22 @@ def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name in _OF_MESSAGES and value is not None}
 
 
+def _tells_of_tools(path: str, value: Any) -> bool:
+    """Whether a field holds definitions of tools, or is an attribute of a span that holds a part of one. `functions`
+    alone are those of OpenAI's old API, which engines pass over."""
+    if path == "functions" or not _NAMES_TOOLS.search(path) or _NAMES_CALLS.search(path):
+        return False
+    return _PART_OF_TOOL.search(path) is not None or _are_tools(value if isinstance(value, list) else [value])
+
+
 def _are_tools(value: Any) -> bool:
-    """Whether a value is a list of definitions of tools; calls of them are none."""
-    return isinstance(value, list) and bool(value) and all(map(_is_tool, value))
+    """Whether a value is a list of definitions of tools, which may be texts; calls of them are none."""
+    return isinstance(value, list) and bool(value) and all(_is_tool(decoded(one)) for one in value)
 
 
 def _is_tool(value: Any) -> bool:
     function = value.get("function", value) if isinstance(value, Mapping) else None
-    return (
-        isinstance(function, Mapping) and "name" in function and bool({"parameters", "input_schema"} & function.keys())
-    )
+    return isinstance(function, Mapping) and "name" in function and bool(_SCHEMAS & function.keys())
 
 
 _SHAPING: dict[str, Callable[[Any], bool]] = {
@@ -318,6 +329,10 @@ _SHAPING: dict[str, Callable[[Any], bool]] = {
     "add_generation_prompt": lambda value: flag(value) is False,
 }
 """Fields of a request that shape its prompt, and whether a value is one of theirs."""
+_NAMES_TOOLS, _NAMES_CALLS = re.compile(r"tool|function", re.I), re.compile(r"(?:tool|function)[._]?calls?", re.I)
+_PART_OF_TOOL = re.compile(r"\.(?:functions|tools)\.\d+\.")
+_SCHEMAS = {"parameters", "input_schema", "inputSchema", "parameters_json_schema"}
+"""Where a definition of a tool has its schema: of OpenAI, Anthropic, the AI SDK and Pydantic AI."""
 _SYSTEM, _DEPTH = "system", 3
 _OF_MESSAGES = (
     *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "tools", "task"),

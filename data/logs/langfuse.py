@@ -5,6 +5,7 @@ once more, or what Python prints of them.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -45,6 +46,7 @@ _PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inp
 _ANSWER_COUNTS = ("output", "completion_tokens", "completionTokens", "output_tokens", "outputTokens", "outputUsage")
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _LIMITS = ("max_tokens", "max_completion_tokens")
+_OF_AI_SDK = {"maxRetries", "maxSteps", "toolChoice", "finishReason"}
 
 
 def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Iterable[Entry]:
@@ -280,6 +282,13 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(part["text"] for part in message["content"])}
 
 
+def _parts_as_text(message: Mapping[str, Any]) -> list[Any]:
+    """Parts of a content that is logged as one text; none of a tool's, whose results are such texts themselves."""
+    parts = decoded(message["content"]) if isinstance(message.get("content"), str) and message["role"] != "tool" else []
+    some = isinstance(parts, list) and all(isinstance(part, dict) and "type" in part for part in parts)
+    return parts if some else []
+
+
 def _own_thoughts(message: Mapping[str, Any]) -> str | None:
     """Reasoning that LangChain keeps beside an assistant's message; None: it keeps none."""
     extra = message["additional_kwargs"]
@@ -311,6 +320,8 @@ _OTHERWISE: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[dict[str,
     (lambda message: bool(_unsent_by_langchain(message)), _as_sent_by_langchain),
     # The AI SDK sends an assistant's texts as one, with nothing between them.
     (_has_several_texts, _with_one_text),
+    # Attributes of OpenTelemetry hold a content of parts as text.
+    (lambda message: bool(_parts_as_text(message)), lambda message: {**message, "content": _parts_as_text(message)}),
 )
 """Which messages may have been sent otherwise than they are read, and as what."""
 
@@ -346,6 +357,11 @@ def _has_blocks(value: Mapping[str, Any]) -> bool:
 def _parameters(given: Any) -> dict[str, Any]:
     """Model parameters, with numbers and objects that were logged as text converted; an infinite limit is dropped."""
     found = {name: decoded(value) for name, value in given.items()} if isinstance(given, dict) else {}
+    # Of the AI SDK's spans Langfuse has names of its own; `system` is the provider, such as `openai.chat`.
+    if _OF_AI_SDK & found.keys():
+        found.setdefault("max_tokens", found.get("maxTokens"))
+        if re.fullmatch(r"[\w.-]+", str(found.get("system", ""))):
+            del found["system"]
     for name in (*_NUMBERS, *_LIMITS):
         value = number(found.pop(name, None))
         if value is not None:

@@ -8,7 +8,7 @@ user turn) stays part of its message.
 
 **Literals.** Engines print requests as Python does: `fields` splits a text at its named parts, `literal` reads one.
 
-**Times.** `seconds` reads unix times of any unit and dates in ISO 8601.
+**Times.** `seconds` reads unix times of any unit and dates.
 """
 
 import ast
@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
@@ -246,7 +247,8 @@ _FRACTION = re.compile(r"(?<=\d)[.,](\d+)")
 
 
 def seconds(value: Any) -> float | None:
-    """Convert a number (seconds to nanoseconds, told apart by size) or an ISO 8601 date to unix seconds.
+    """Convert a number (seconds to nanoseconds, told apart by size) or a date to unix seconds: one in ISO 8601, or as
+    HTTP and web servers write it.
 
     A date without a zone counts as UTC. None of anything else, and of times before 1970 or after 9999.
     """
@@ -281,7 +283,18 @@ def flag(value: Any) -> Any:
         return value
 
 
+_DAY_FIRST = re.compile(r"\[?(\d\d)/([A-Z][a-z]{2})/(\d{4}):(\d\d:\d\d:\d\d [+-]\d{4})\]?")
+_OF_HTTP = re.compile(r"(?:[A-Z][a-z]{2}, )?\d\d? [A-Z][a-z]{2} \d{4} \d\d:\d\d:\d\d (?:GMT|UTC|[+-]\d{4})")
+
+
 def _seconds_of_date(text: str) -> float | None:
+    # As HTTP's headers and nginx's `$time_local` write it.
+    text = _DAY_FIRST.sub(r"\1 \2 \3 \4", text)
+    if _OF_HTTP.fullmatch(text):
+        try:
+            return seconds(parsedate_to_datetime(text))
+        except ValueError:
+            return None
     # Python reads at most six digits of a fraction, and a point before them.
     text = _FRACTION.sub(lambda match: f".{match[1][:6].ljust(6, '0')}", text, count=1)
     try:

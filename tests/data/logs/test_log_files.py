@@ -8,6 +8,7 @@ import lzma
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -75,6 +76,32 @@ def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path) -> 
         read_log(tmp_path / "none-*.txt", "prompts")
     (tmp_path / "odd[1].txt").write_text("a name with brackets")
     assert len(read_log(tmp_path / "odd[1].txt", "prompts").records) == 1
+
+
+def test_links_to_folders_are_read_once_or_refused(tmp_path: Path) -> None:
+    folder, outside = tmp_path / "logs", tmp_path / "disk"
+    for name in ("logs/a.txt", "logs/2026/b.txt", "logs/.old/c.txt", "disk/d.txt", "disk/deep/e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (folder / "latest").symlink_to(folder / "2026")
+    (folder / "old").symlink_to(".old")
+    assert sorted(path.name for path in files.find(tmp_path, "logs")) == ["a.txt", "b.txt", "c.txt"]
+    (folder / "linked").symlink_to(outside)
+    (folder / "2026" / "again").symlink_to(outside / "deep")
+    (outside / "back").symlink_to(folder)
+    with pytest.raises(InputError, match=r"logs/linked: is a link out of .*logs; follow_links of its source reads it"):
+        files.find(tmp_path, "logs")
+    found = files.find(tmp_path, "logs", follow_links=True)
+    assert sorted(path.name for path in found) == ["a.txt", "b.txt", "c.txt", "d.txt", "e.txt"]
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("os.scandir", refused)
+    with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)"):
+        files.find(tmp_path.parent, tmp_path.name)
 
 
 ROTATED = [
@@ -278,6 +305,8 @@ def test_a_column_that_a_source_names(tmp_path: Path) -> None:
     [
         ("type,input\nGENERATION\n", r":2: has not as many values"),
         ("type,input\nGENERATION,a,b\n", r":2: has not as many values"),
+        ("type,input\nGENERATION,\\N\n", r":2: has \\N for no value"),
+        ("type,input,input\nGENERATION,a,b\n", r": has several columns 'input'"),
         ('type,input\nSPAN,x\nGENERATION,"a', r":3: not valid CSV"),
         ("type,input\nSPAN,\udcff\n", r":\d: not valid UTF-8"),
     ],
@@ -291,6 +320,53 @@ def test_tables_that_break(tmp_path: Path, content: str, rule: str) -> None:
     (tmp_path / "o.parquet").write_bytes(b"PAR1 no more")
     with pytest.raises(InputError, match=r"o\.parquet: row 1: not a complete Parquet file"):
         read_log(tmp_path / "o.parquet", "langfuse")
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string", "default": None}, "a": {"type": "string"}}}
+HI = [{"type": "text", "text": "Hi"}]
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": {"b": "x", "a": "y"}}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}]},
+        {"tools": [{"name": "look", "input_schema": SCHEMA}]},
+        {"messages": [{"role": "assistant", "content": HI, "tool_calls": [CALL]}, {"role": "user", "content": HI}]},
+        {
+            "messages": [
+                {"role": "user", "content": [*HI, {"type": "tool_use", "id": "c", "name": "f", "input": {"b": 1}}]}
+            ]
+        },
+        {"documents": [{"title": "b", "text": "a"}]},
+        {"chat_template_kwargs": {"user": {"b": "x", "a": "y"}}},
+    ],
+)
+def test_objects_in_columns_of_a_table_have_lost_their_order(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """All rows of a column have its fields in one order, and null where one was absent."""
+    plain: dict[str, Any] = {"messages": [{"role": "user", "content": HI}], "parameters": {"top_p": 1.0}}
+    texts = [{name: json.dumps(value) for name, value in row.items()} for row in (plain | fields, plain)]
+    for name, rows in (("columns", [plain | fields, plain]), ("texts", texts)):
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    for kind in ("openai", "messages"):
+        assert read_log(tmp_path / "columns.parquet", kind).counts.left_out == {"objects in columns of a table": 1}
+        assert "objects in columns of a table" not in read_log(tmp_path / "texts.parquet", kind).counts.left_out
+
+
+def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
+    texts, numbers = pa.map_(pa.string(), pa.string()), pa.map_(pa.string(), pa.int64())
+    table = {
+        "type": ["GENERATION"] * 2,
+        "input": [json.dumps([{"role": "user", "content": "Hi"}])] * 2,
+        "usage_details": pa.array([[("input", 12), ("output", 5)], None], numbers),
+        "model_parameters": pa.array([[("temperature", "0.5")], []], texts),
+        "metadata": pa.array([[], [("system_prompt", "Be brief.")]], texts),
+    }
+    pq.write_table(pa.table(table), tmp_path / "o.parquet")
+    read = read_log(tmp_path / "o.parquet", "langfuse")
+    (record,) = read.records
+    assert (record.prompt_tokens, record.sampling and record.sampling.temperature) == (12, 0.5)
+    assert read.counts.left_out == {"settings beside the request": 1}
 
 
 @pytest.mark.parametrize("name", ["lines.jsonl", "array.json", "packed.jsonl.zst", "packed.json.gz"])

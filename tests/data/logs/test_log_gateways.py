@@ -487,6 +487,10 @@ OWN = [{"type": "input_text", "text": "Hi"}, {"type": "input_text", "text": "the
         ([{"role": "user", "content": OWN}], "Hello.", ["Hi\nthere"], [""]),
         ([{"role": "user", "content": OWN}], CHAT, ["Hi\nthere"], [""]),
         ([{"role": "user", "content": [*OWN, {"type": "text", "text": "!"}]}], "Hello.", ["Hi\nthere\n!"], None),
+        # Attributes of OpenTelemetry hold parts as text.
+        ([{"role": "user", "content": json.dumps(BLOCKS)}], "Hello.", [json.dumps(BLOCKS)], ["Be \nbrief."]),
+        ([{"role": "user", "content": "[1]"}], "Hello.", ["[1]"], None),
+        ([*ASK, {"role": "tool", "content": json.dumps(BLOCKS)}], CHAT, [ASK[0]["content"], json.dumps(BLOCKS)], None),
     ],
 )
 def test_langfuse_inputs_that_may_be_of_several_apis(
@@ -501,6 +505,21 @@ def test_langfuse_inputs_that_may_be_of_several_apis(
         for reading in readings
     ]
     assert found == ([] if other is None else [other])
+
+
+def test_langfuse_parameters_of_the_ai_sdk(tmp_path: Path) -> None:
+    """Its spans name the provider in the place of a system prompt."""
+    of_sdk = {"system": "openai.chat", "maxRetries": "2", "maxTokens": "40", "temperature": "0.5"}
+    given = [of_sdk, of_sdk | {"system": "Be brief."}, {"system": "Pirate"}, {"maxRetries": 2}]
+    lines = [json.dumps({"type": "GENERATION", "input": ASK, "model_parameters": one}) for one in given]
+    read = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse")
+    assert [talk[0] for talk in read.talks] == [
+        ("user", ASK[0]["content"]),
+        ("system", "Be brief."),
+        ("system", "Pirate"),
+        ("user", ASK[0]["content"]),
+    ]
+    assert read.records[0].max_new_tokens == 40
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,19 @@ def test_what_stands_around_a_body_tells_which_api_served_it(
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 FLAT: dict[str, Any] = {"name": "look", "input_schema": {}}
 OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+OF_SPANS: list[tuple[dict[str, Any], bool]] = [
+    ({"ai.prompt.tools": json.dumps([json.dumps({"type": "function", "name": "look", "inputSchema": {}})])}, True),
+    ({"llm.request.functions.0.name": "look", "llm.request.functions.0.description": "Looks."}, True),
+    ({"llm.tools.0.tool.json_schema": json.dumps(TOOLS[0])}, True),
+    ({"gen_ai.tool.definitions": json.dumps(TOOLS)}, True),
+    ({"model_request_parameters": {"function_tools": [{"name": "look", "parameters_json_schema": {}}]}}, True),
+    ({"gen_ai.system_instructions": '[{"type": "text", "content": "Be brief."}]'}, True),
+    ({"gen_ai.request.reasoning_effort": "low"}, True),
+    ({"gen_ai.system": "vllm", "ai.prompt.tools": "[]", "gen_ai.tool.name": "look"}, False),
+    ({"ai.response.toolCalls": [{"name": "look", "parameters": {}}], "tool_calls": TOOLS}, False),
+    ({"functions": [{"name": "look", "parameters": {}}]}, False),  # engines pass over them
+]
+"""Attributes of spans, as the AI SDK, OpenLLMetry, OpenInference, Pydantic AI and OpenTelemetry name them."""
 EFFORT, SAID = {"reasoning_effort": "high"}, {"role": "developer", "content": "Be brief."}
 SYSTEM = ("systemPrompt", "system_prompt", "instructions", "system_instruction", "systemInstruction", "SystemMessage")
 
@@ -228,6 +241,11 @@ SYSTEM = ("systemPrompt", "system_prompt", "instructions", "system_instruction",
         ({"request": {"messages": [USER], "system": "s"}, "response": ANTHROPIC}, False),
         ({"request": {"messages": [USER], **OFF}, "params": {"enable_thinking": True}}, False),
         ({"request": {"messages": [USER]}, "ticket": {"instructions": "Call back."}, "system": "eu-1"}, False),
+        *(({"request": {"messages": [USER]}, "metadata": {"attributes": one}}, told) for one, told in OF_SPANS),
+        *(
+            ({"request": {"messages": [SAID, USER], "tools": TOOLS, **EFFORT}, "metadata": one}, False)
+            for one, _ in OF_SPANS
+        ),
     ],
 )
 def test_settings_that_stand_beside_the_request_leave_it_out(line: dict[str, Any], told: bool) -> None:
