@@ -6,13 +6,18 @@ one. Speed-ups thus rest on paired ratios, and the noise of a place affects only
 and drafted rounds of an engine run minutes apart, in servers of their own: their seconds are fitted as they are.
 
 Closed-loop traffic of an engine tells what a prompt costs there: B requests in flight take T_B seconds from one answer
-to the next, and n rounds an answer. What rounds of that mean context do not explain, T_B - n round, is of B prompts.
+to the next, and n rounds an answer. What rounds of that mean context do not explain, E = T_B - n round, is of B
+prompts. A step that reads prompts beside a round is another kind of pass, and takes longer by some m however many it
+reads; as prompts come at random, n (1 - e^(-B/n)) steps read some. So E = m n (1 - e^(-B/n)) + c B, with m and c at
+least 0, fitted over the batch sizes of a K: the first part grows with the rounds, and another acceptance makes others
+of them. E is as measured at the measured n, and follows the fit's slope in n from there.
 
 Shapes: P measured points, F parts of a surface.
 """
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -22,7 +27,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from ..errors import InputError
-from .cost_table import PLAIN_WAY, CostTable, MeasuredPrompt, MeasuredRound, RoundCost, way_of
+from .cost_table import PLAIN_WAY, ClosedLoop, CostTable, MeasuredPrompt, MeasuredRound, RoundCost, way_of
 from .draft_configs import DraftConfig
 
 Floats = NDArray[np.float64]
@@ -152,6 +157,15 @@ class PromptFit:
         return cls(plain=plain, draft=draft)
 
 
+class PromptSeconds(NamedTuple):
+    """What prompts of as many requests as the batch size take beside rounds."""
+
+    seconds: float
+    """Of all of them, by themselves."""
+    a_round: float
+    """In each round of an answer."""
+
+
 @dataclass(frozen=True)
 class CostFit:
     """Fitted times of a cost table over a grid, and where they hold."""
@@ -234,27 +248,58 @@ class CostFit:
     def prompt(self, config: DraftConfig, batch_size: int, tokens: int) -> float:
         """Seconds by which each prompt of `tokens`, read by target and draft, delays every one of so many requests.
 
-        Of an engine it is linear between measured batch sizes, in all prompts together, and between measured K; it may
-        come to less than 0 where rounds were slower when they were timed by themselves.
+        Of an engine it is what does not grow with the rounds; linear between measured batch sizes, in all prompts
+        together, and between measured K. It may come to less than 0, where rounds were slower when they were timed by
+        themselves too.
         """
         if not self.table.closed_loops:
             draft = _quadratic(self.prompts.draft, tokens) if config.levels else 0.0
             return _quadratic(self.prompts.plain, tokens) + draft
-        # Every K at this batch size, then this K.
-        levels = [K for K in sorted(self._all_prompts) if bool(K) == bool(config.levels)]
-        measured = [sorted(self._all_prompts[K].items()) for K in levels]
-        at_size = [np.interp(batch_size, [at for at, _ in some], [all_of for _, all_of in some]) for some in measured]
-        return float(np.interp(config.levels, levels, at_size)) / batch_size
+        return self._between(self._prompt_seconds, config, batch_size).seconds / batch_size
+
+    def prompts_in_round(self, config: DraftConfig, batch_size: int) -> float:
+        """Seconds by which prompts make each round of so many requests longer; 0 but for an engine's drafted rounds."""
+        return self._between(self._prompt_seconds, config, batch_size).a_round if self.table.closed_loops else 0.0
+
+    @staticmethod
+    def _between(
+        known: Mapping[int, Mapping[int, "PromptSeconds"]], config: DraftConfig, batch_size: int
+    ) -> "PromptSeconds":
+        """Between measured batch sizes at every measured K, then between those K."""
+        levels = [K for K in sorted(known) if bool(K) == bool(config.levels)]
+        sizes = [sorted(known[K]) for K in levels]
+
+        def one(part: int) -> float:
+            at_size = [np.interp(batch_size, of, [known[K][size][part] for size in of]) for K, of in zip(levels, sizes)]
+            return float(np.interp(config.levels, levels, at_size))
+
+        return PromptSeconds(one(0), one(1))
 
     @cached_property
-    def _all_prompts(self) -> dict[int, dict[int, float]]:
-        """Seconds of closed loops beside their rounds, by levels and batch size: of as many prompts."""
-        found: dict[int, dict[int, float]] = {}
+    def _prompt_seconds(self) -> dict[int, dict[int, PromptSeconds]]:
+        """What closed loops take beside their rounds, by levels and batch size."""
+        by_K: dict[int, list[ClosedLoop]] = {}
         for loop in self.table.closed_loops:
+            by_K.setdefault(loop.levels, []).append(loop)
+        return {K: {loop.batch_size: found for loop, found in self._split(loops)} for K, loops in by_K.items()}
+
+    def _split(self, loops: Sequence[ClosedLoop]) -> Iterator[tuple[ClosedLoop, PromptSeconds]]:
+        """Loops of one K, with what their prompts take by themselves and in each round."""
+        beside = list[float]()
+        for loop in loops:
             context = loop.prompt_tokens + loop.answer_tokens // 2
             a_round = self.mean_round(DraftConfig(loop.levels), loop.batch_size, context, loop.drafted_share)
-            found.setdefault(loop.levels, {})[loop.batch_size] = loop.seconds - loop.rounds * a_round
-        return found
+            beside.append(loop.seconds - loop.rounds * a_round)
+        # Steps that read prompts, and prompts; errors count as shares of the whole time. Plain rounds are as many
+        # whatever is served.
+        n, B, T = (np.array([getattr(one, name) for one in loops]) for name in ("rounds", "batch_size", "seconds"))
+        parts = np.stack([n * -np.expm1(-B / n), B], axis=1)
+        (mixed, _), _ = nnls(parts / T[:, None], np.array(beside) / T)
+        mixed = mixed if loops[0].levels and len(loops) > 1 else 0.0
+        for loop, seconds in zip(loops, beside):
+            at = loop.batch_size / loop.rounds
+            slope = float(mixed * (1 - (1 + at) * math.exp(-at)))
+            yield loop, PromptSeconds(seconds - slope * loop.rounds, slope)
 
     @property
     def _prompt_lengths(self) -> list[int]:

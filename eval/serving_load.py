@@ -123,7 +123,8 @@ class LoadTimes:
         # Both parts of an answer in units of plain decoding of all of it.
         context, later = self.load.context_tokens, self.load.answer_tokens - 1
         prompts = batch_size * self.fit.prompt(config, batch_size, self.load.prompt_tokens)
-        rounds = later * self.fit.mean_round(config, batch_size, context, drafted_share)
+        a_round = self.fit.mean_round(config, batch_size, context, drafted_share)
+        rounds = later * (a_round + self.fit.prompts_in_round(config, batch_size))
         plain = self._plain_answer(batch_size)
         return Gain(prompts / plain, rounds / plain)
 

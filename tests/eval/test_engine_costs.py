@@ -1,6 +1,8 @@
 """Costs from the engine: planted times are recovered, and servers that cannot tell them are refused."""
 
+import itertools
 import json
+import math
 import random
 import re
 import shlex
@@ -21,7 +23,16 @@ from draftforge import fingerprint
 from draftforge.errors import CorruptDataError, DraftforgeError, EngineError, InputError
 from draftforge.eval import engine_costs
 from draftforge.eval.cost_measurement import Grid
-from draftforge.eval.cost_table import CostKey, CostTable, cached_costs, read_tables, timed_rule, write_tables
+from draftforge.eval.cost_table import (
+    ClosedLoop,
+    CostKey,
+    CostTable,
+    MeasuredRound,
+    cached_costs,
+    read_tables,
+    timed_rule,
+    write_tables,
+)
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.engine_costs import EngineMeasurement, EngineServers, answer_lengths, full_round, plain_key
 from draftforge.eval.serving_load import LoadTimes
@@ -144,6 +155,34 @@ def test_what_is_promised_is_served_where_prompts_are_read_beside_rounds() -> No
             seconds, tau = served(size, K, acceptance)
             promised = times.gain_at(size, DraftConfig(K)).speedup(tau)
             assert promised == pytest.approx(plain / seconds, rel=0.02)
+
+
+def test_full_batches_hold_for_drafts_of_another_acceptance() -> None:
+    """Steps that read prompts are slower however many they read: fewer rounds have fewer of them."""
+    mixed, each, sizes, later = 4e-3, 2e-4, (1, 2, 4, 8, 16, 32, 64), LOAD.answer_tokens - 1
+    round_of = {0: 2e-3, 2: 4e-3}
+
+    def seconds(size: int, K: int, n: float) -> float:
+        return n * round_of[K] + mixed * n * (1 - math.exp(-size / n)) + each * size
+
+    points = [
+        MeasuredRound(
+            way="chain" if K else "plain", batch_size=size, levels=K, tokens=K + 1, context_tokens=300,
+            draft_seconds=0, verify_seconds=a_round, rest_seconds=0, rounds=9,
+        )
+        for K, a_round in round_of.items() for size in sizes
+    ]  # fmt: skip
+    loops = [
+        ClosedLoop(
+            batch_size=size, levels=K, prompt_tokens=LOAD.prompt_tokens, answer_tokens=LOAD.answer_tokens,
+            seconds=seconds(size, K, n), rounds=n, drafted_share=float(K > 0), prompts=9,
+        )
+        for K, n in ((0, later), (2, later / 1.5)) for size in sizes
+    ]  # fmt: skip
+    times = LoadTimes(CostTable(key=KEY, points=points, closed_loops=loops), LOAD)
+    for size, tau in itertools.product(sizes, (1.2, 1.5, 2.4)):
+        served = seconds(size, 0, later) / seconds(size, 2, later / tau)
+        assert times.gain_at(size, DraftConfig(2)).speedup(tau) == pytest.approx(served, rel=0.03)
 
 
 def test_tables_of_prompts_that_were_read_alone_are_measured_anew(
