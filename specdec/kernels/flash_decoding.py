@@ -18,11 +18,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .row_products import early
+from .row_products import early, fetch
 
 _BLOCK_BYTES = 1 << 14  # of a block of keys: three of them, and of values, lie in shared memory at once
 _LEAST = 16  # rows and columns of the smallest product
 _MOST = 64  # rows of the largest
+_AHEAD = 1024  # tokens of the past that are asked for before the kernel in front ends
 _PROGRAMS = 256  # that keep a GPU busy: beyond them, larger products
 
 
@@ -94,6 +95,7 @@ def attend_cached(
         D=size,
         **options,
         **blocks,
+        AHEAD=_AHEAD,
         **early(query.device),
         num_warps=4,
         num_stages=3,
@@ -132,6 +134,22 @@ def _store_new(  # type: ignore[no-untyped-def]
         v = tl.load(new_values + row[:, None] * new_value_row + column[None, :], mask=fits, other=0.0)
         tl.store(keys + to[:, None] * D + column[None, :], k.to(keys.dtype.element_ty), mask=fits)
         tl.store(values + to[:, None] * D + column[None, :], v.to(values.dtype.element_ty), mask=fits)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _fetch_past(  # type: ignore[no-untyped-def]
+    keys, values, length, window, D: tl.constexpr, WINDOWED: tl.constexpr, AHEAD: tl.constexpr
+):
+    """Ask for the first keys and values of the past that a query may see, of one slot and head."""
+    LINE: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth
+    first = length * 0
+    if WINDOWED:
+        first = tl.maximum(length - window + 1, 0)
+    end = tl.minimum(first + AHEAD, length) * D
+    for start in range(first * D, end, 256 * LINE):
+        line = tl.minimum(start + LINE * tl.arange(0, 256), end - 1)
+        fetch(keys + line)
+        fetch(values + line)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -195,12 +213,17 @@ def _attend(  # type: ignore[no-untyped-def]
     KEYS: tl.constexpr,
     ENTRIES: tl.constexpr,
     SIZE: tl.constexpr,
+    AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    key_base, value_base = keys + slot * key_slot + group * key_group, values + slot * value_slot + group * value_group
+    # The past's memory lines are on their way before the kernel in front is waited for.
     if EARLY:
+        known = tl.minimum(tl.maximum(tl.load(past + slot, volatile=True), 0), capacity)
+        _fetch_past(key_base, value_base, known, window, D, WINDOWED, AHEAD)
         gdc_wait()
         gdc_launch_dependents()
-    slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     # 1) This program's queries: a row is (head r of the group, query n).
     row, column = tl.program_id(2) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)
     real, n = row < R * N, row % N
@@ -211,7 +234,6 @@ def _attend(  # type: ignore[no-untyped-def]
 
     # 2) One program puts the new keys and values into the cache, behind the past and the entries that stand there.
     length = tl.load(past + slot)
-    key_base, value_base = keys + slot * key_slot + group * key_group, values + slot * value_slot + group * value_group
     fresh_keys = new_keys + slot * new_key_slot + group * new_key_group
     fresh_values = new_values + slot * new_value_slot + group * new_value_group
     if tl.program_id(2) == 0:

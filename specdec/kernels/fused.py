@@ -196,7 +196,7 @@ def _heads(module: Any, parts: Any, cos_BND: Tensor, sin_BND: Tensor) -> tuple[T
     only = {name for name, _ in attn.named_children()} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     linears = [attn.q_proj, attn.k_proj, attn.v_proj] if only and _few(module, x) else []
     weight, norms = joint_weights(linears), [_norm_of(norm) for _, norm in parts]
-    if weight is None or not takes(weight) or None in norms or cos_BND.shape != (*x.shape[:2], attn.head_dim):
+    if weight is None or not takes(x, weight) or None in norms or cos_BND.shape != (*x.shape[:2], attn.head_dim):
         return None
     sizes = [linear.out_features for linear in linears]
     turned = (sizes[0] + sizes[1]) // attn.head_dim
@@ -209,13 +209,12 @@ def _heads(module: Any, parts: Any, cos_BND: Tensor, sin_BND: Tensor) -> tuple[T
 
 def _few(module: Any, x: Tensor) -> bool:
     """Whether a layer's output and MLP are those that kernels for few rows take, and x [..., H] has so few."""
-    from .row_products import MOST_ROWS, takes
+    from .row_products import takes
 
     mlp = module.mlp
     plain = all(type(one) is nn.Linear and one.bias is None for one in (module.self_attn.o_proj, mlp.down_proj))
     gate_up = joint_weights([mlp.gate_proj, mlp.up_proj])
-    few = getattr(module, "few_rows", False) and x.numel() <= MOST_ROWS * x.shape[-1]
-    return few and plain and gate_up is not None and takes(gate_up)
+    return getattr(module, "few_rows", False) and plain and gate_up is not None and takes(x, gate_up)
 
 
 def _norm_of(module: Any) -> Any:

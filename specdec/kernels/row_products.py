@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-MOST_ROWS = 64
-"""Rows up to which these kernels are used."""
 _FEW = 8  # rows that a program each multiplies; more of them by tensor cores
+_MOST_ROWS = 128
 _MOST_WEIGHTS = 1 << 23  # of a product; larger ones take as long as their weights' bytes, in any kernel
+_MOST_PRODUCTS = 1 << 28  # rows times weights: every 16 rows read the weights again
 _PLAIN, _GATED, _TURNED = range(3)  # what a kernel makes of its products
 
 
@@ -47,9 +47,11 @@ class Blocks(NamedTuple):
     warps: int
 
 
-def takes(weight: Tensor) -> bool:
-    """Whether products with weights of this size gain from these kernels."""
-    return weight.numel() <= _MOST_WEIGHTS
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether products of rows x [..., K] with weights of this size gain from these kernels."""
+    rows = x.numel() // x.shape[-1]
+    small = weight.numel() <= min(_MOST_WEIGHTS, _MOST_PRODUCTS // max(rows, 1))
+    return rows <= _MOST_ROWS and small
 
 
 def add_product(x: Tensor, weight_NK: Tensor, residual: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ def _multiply(
     half = cos_RD.shape[-1] // 2 if kind == _TURNED else 1
     # 3) One program for each block of columns and rows.
     columns = size // 2 if kind == _TURNED else size  # a program makes both halves of a pair
-    blocks = _blocks(rows, width * len(parts))
+    blocks = _blocks(rows, width * len(parts), kind)
     kernel, tiled = (_multiply_row, {}) if blocks.rows == 1 else (_multiply_tiles, {"rows": rows, "ROWS": blocks.rows})
     kernel[(triton.cdiv(columns, blocks.columns), triton.cdiv(rows, blocks.rows))](
         x_RH, y_RH, x_RH.stride(0), y_RH.stride(0),
@@ -107,7 +109,7 @@ def _multiply(
         WIDTH=width, PARTS=len(parts), NORMED=norm is not None, LATE=norm is not None and norm.late,
         KIND=kind, ADDED=residual is not None, HALF=half,
         COLUMNS=blocks.columns, DEPTH=blocks.depth, **early(weight.device), **tiled,
-        num_warps=blocks.warps, num_stages=4,
+        num_warps=blocks.warps, num_stages=5,
     )  # fmt: skip
     return output
 
@@ -119,9 +121,10 @@ def early(device: torch.device) -> dict[str, bool]:
     return {"EARLY": can, "launch_pdl": can}
 
 
-def _blocks(rows: int, width: int) -> Blocks:
+def _blocks(rows: int, width: int, kind: int) -> Blocks:
+    """Sizes that an H200 is fastest with; more rows are more programs, not larger ones."""
     if rows > _FEW:
-        return Blocks(16 if rows <= 16 else 32, 16, 64, 4)
+        return Blocks(16, 16, 128, 4) if kind == _PLAIN else Blocks(16, 32, 64, 4)
     # All of a program's weights lie in registers: eight numbers of a thread at once, a few times over.
     depth = min(1024, max(64, triton.next_power_of_2(width) // 8))
     return Blocks(1, 4, depth, max(1, depth // 64))
@@ -343,9 +346,9 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
         for start in tl.static_range(0, DEEP, 1024):
             line = tl.minimum(start + 64 * tl.arange(0, 16), DEEP - 1)
             lines_at = tl.where(real, weights_at, weight) + line[None, :]
-            _fetch(lines_at)
+            fetch(lines_at)
             if KIND != 0:
-                _fetch(lines_at + second)
+                fetch(lines_at + second)
         gdc_wait()
         gdc_launch_dependents()
 
@@ -383,7 +386,7 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _fetch(at):  # type: ignore[no-untyped-def]
+def fetch(at):  # type: ignore[no-untyped-def]
     """Ask for the memory lines of these addresses, without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1

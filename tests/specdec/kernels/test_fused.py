@@ -71,7 +71,7 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     counted.rotate, counted.gated_silu = Rope.rotate, pointwise.gated_silu
     counted.add_norm, counted.angles = pointwise.add_norm, pointwise.angles
     monkeypatch.setitem(sys.modules, "draftforge.specdec.kernels.pointwise", counted)
-    blocks = lambda rows, width: Blocks(1 if rows <= 8 else 16, 64, 64, 4)  # noqa: E731
+    blocks = lambda rows, width, kind: Blocks(1 if rows <= 8 else 16, 64, 64, 4)  # noqa: E731
     monkeypatch.setattr(row_products, "_blocks", blocks)  # fewer programs for the interpreter
     monkeypatch.setattr(fused, "_TRIED", (2,))
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))

@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.float16]  # the interpreter cuts bfloat16 off ins
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer programs, for the interpreter takes its time for each; several blocks of a row, columns and rows."""
     if DEVICE.type == "cpu":
-        few = lambda rows, width: Blocks(1 if rows <= 8 else 16, 32, 32, 4)  # noqa: E731
+        few = lambda rows, width, kind: Blocks(1 if rows <= 8 else 16, 32, 32, 4)  # noqa: E731
         monkeypatch.setattr(row_products, "_blocks", few)
 
 
@@ -89,7 +89,7 @@ def test_queries_and_keys_turn(with_norm: bool, parts: int, rows: tuple[int, ...
 @pytest.mark.parametrize("count", [3, 18])
 def test_a_row_is_what_it_is_alone(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, norm = draw(count, 80), draw(64, 80), Norm(draw(80), 1e-5)
-    blocks = row_products._blocks(count, 80)
+    blocks = row_products._blocks(count, 80, row_products._GATED)
     monkeypatch.setattr(row_products, "_blocks", lambda *given: blocks)
     together = gated_product(x, norm, weight)
     assert torch.equal(together[-1], gated_product(x[-1:], norm, weight)[0])
@@ -108,18 +108,29 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from draftforge.specdec.kernels import row_products
+from draftforge.specdec.kernels import flash_decoding, row_products
 
 NUMBERS = {**dict.fromkeys(["x_row", "y_row", "added_row", "angle_row", "rows", "size", "heads"], "i32"), "eps": "fp32",
            "offset": "fp32"}
 for kind, parts, normed, added in [(0, 1, False, True), (1, 1, True, False), (2, 2, True, False)]:
     given = dict(WIDTH=576, PARTS=parts, NORMED=normed, LATE=normed, KIND=kind, ADDED=added, HALF=32, EARLY=True)
     for kernel, rows in [(row_products._multiply_row, 2), (row_products._multiply_tiles, 20)]:
-        blocks = row_products._blocks(rows, 576 * parts)
+        blocks = row_products._blocks(rows, 576 * parts, kind)
         constants = {**given, "ROWS": blocks.rows, "COLUMNS": blocks.columns, "DEPTH": blocks.depth}
         constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
         types = {name: "constexpr" if name in constants else NUMBERS.get(name, "*bf16") for name in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=types, constexprs=constants)
         options = {"num_warps": blocks.warps, "launch_pdl": True}
         triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+TENSORS = ("query", "new_keys", "new_values", "keys", "values", "output")
+names = flash_decoding._attend.arg_names
+for tree, windowed in [(False, True), (True, False)]:
+    constants = dict(N=5, F=5, R=3, D=64, TREE=tree, WINDOWED=windowed, CAPPED=windowed, ROWS=16, KEYS=128, ENTRIES=16,
+                     SIZE=64, AHEAD=1024, EARLY=True)
+    types = {name: "constexpr" if name in constants else "i32" for name in names}
+    types |= dict.fromkeys(TENSORS, "*bf16") | {"past": "*i64", "depth": "*i64", "visible": "*i8"}
+    types |= dict.fromkeys(["scale", "cap"], "fp32")
+    source = ASTSource(fn=flash_decoding._attend, signature=types, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
 """
