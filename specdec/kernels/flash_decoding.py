@@ -1,13 +1,15 @@
-"""Attention of a few new tokens a slot over its cached past, in one Triton kernel that reads true lengths.
+"""Attention of a few new tokens a slot over its cached past, in two Triton kernels that read true lengths.
 
 Shapes: S slots, B rows of the pass (the first B slots), N queries a row, F new entries of which the queries are the
-last N, H query heads, G key-value heads (R = H / G queries share one), L cached positions, D head size.
+last N, H query heads, G key-value heads (R = H / G queries share one), L cached positions, D head size, C parts.
 
-One program owns one (slot, key-value head), or a block of its R * N queries where these are many: its queries stand as
-the rows of one matrix product, and the keys stream past them block by block with a running softmax (Dao et al. 2022,
-arXiv 2205.14135): the past from the first one inside the window, then the entries. The length is read on the device, so
-the launch is the same at every step and a CUDA graph can hold it. The new keys and values are read where the layer made
-them, while one program of each slot and head also puts them into the cache: nothing waits for what it writes.
+One program owns one (slot, key-value head), or a block of its R * N queries where these are many, and one of C parts of
+the keys: its queries stand as the rows of one matrix product, and the keys stream past them block by block with a
+running softmax (Dao et al. 2022, arXiv 2205.14135): the past from the first one inside the window, then the entries. A
+part is every C-th block, and a second kernel adds the parts up (Dao et al. 2023, Flash-Decoding). The length is read on
+the device, so the launch is the same at every step and a CUDA graph can hold it. The new keys and values are read where
+the layer made them, while one program of each slot and head also puts them into the cache: nothing waits for what it
+writes.
 """
 
 from typing import Any
@@ -20,11 +22,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .row_products import early, fetch
 
-_BLOCK_BYTES = 1 << 14  # of a block of keys: three of them, and of values, lie in shared memory at once
+_BLOCK_BYTES = 1 << 13  # of a block of keys: three of them, and of values, lie in shared memory at once
 _LEAST = 16  # rows and columns of the smallest product
 _MOST = 64  # rows of the largest
 _AHEAD = 1024  # tokens of the past that are asked for before the kernel in front ends
-_PROGRAMS = 256  # that keep a GPU busy: beyond them, larger products
+_PROGRAMS = 256  # that keep a GPU busy: beyond them, larger products and fewer parts
+_PARTS = 16  # at most
 
 
 def attend_cached(
@@ -63,20 +66,28 @@ def attend_cached(
     rows = _LEAST
     while rows < _MOST and batch * groups * triton.cdiv(shared * new, rows) > _PROGRAMS:
         rows *= 2
+    # Parts do not depend on the number of queries: one sums up alike whichever others its pass has.
+    parts = 1
+    while parts < _PARTS and 2 * parts * batch * groups <= _PROGRAMS:
+        parts *= 2
+    means = output if parts == 1 else query.new_empty(batch * heads * new * parts, size, dtype=torch.float32)
+    softmax = means if parts == 1 else means.new_empty(batch * heads * new * parts, 2)
     columns = max(_LEAST, triton.next_power_of_2(size))
     block_keys = min(128, max(_LEAST, _BLOCK_BYTES // (columns * keys.element_size())))
     # Constants of compilation: one kernel for each kind of mask and block size.
     options = {"TREE": visible_BNF is not None, "WINDOWED": window is not None, "CAPPED": softcap is not None}
     blocks = {"ROWS": rows, "KEYS": block_keys, "SIZE": columns}
     blocks["ENTRIES"] = min(64, max(_LEAST, triton.next_power_of_2(entries)))
-    # One program for each slot, key-value head and block of its queries.
-    _attend[(batch, groups, triton.cdiv(shared * new, rows))](
+    # One program for each slot, key-value head, part of its keys and block of its queries.
+    _attend[(batch, groups * parts, triton.cdiv(shared * new, rows))](
         query,
         key,
         value,
         keys,
         values,
         output,
+        means,
+        softmax,
         past_B.contiguous(),
         **tree,
         scale=scaling if scaling is not None else size**-0.5,
@@ -93,6 +104,7 @@ def attend_cached(
         F=entries,
         R=shared,
         D=size,
+        PARTS=parts,
         **options,
         **blocks,
         AHEAD=_AHEAD,
@@ -100,6 +112,11 @@ def attend_cached(
         num_warps=4,
         num_stages=3,
     )
+    if parts > 1:
+        _add_parts[(batch, heads, new)](
+            means, softmax, output, *output.stride()[:3], D=size, SIZE=columns, PARTS=parts, **early(query.device),
+            num_warps=1,
+        )  # fmt: skip
     return output
 
 
@@ -179,6 +196,8 @@ def _attend(  # type: ignore[no-untyped-def]
     keys,
     values,
     output,
+    means,
+    softmax,
     past,
     visible,
     depth,
@@ -206,6 +225,7 @@ def _attend(  # type: ignore[no-untyped-def]
     F: tl.constexpr,
     R: tl.constexpr,
     D: tl.constexpr,
+    PARTS: tl.constexpr,
     TREE: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -216,7 +236,7 @@ def _attend(  # type: ignore[no-untyped-def]
     AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    slot, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     key_base, value_base = keys + slot * key_slot + group * key_group, values + slot * value_slot + group * value_group
     # The past's memory lines are on their way before the kernel in front is waited for.
     if EARLY:
@@ -236,7 +256,7 @@ def _attend(  # type: ignore[no-untyped-def]
     length = tl.load(past + slot)
     fresh_keys = new_keys + slot * new_key_slot + group * new_key_group
     fresh_values = new_values + slot * new_value_slot + group * new_value_group
-    if tl.program_id(2) == 0:
+    if (part == 0) & (tl.program_id(2) == 0):
         _store_new(
             fresh_keys,
             fresh_values,
@@ -266,7 +286,8 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS], tl.float32)
     mean = tl.zeros([ROWS, SIZE], tl.float32)
     whole = length // KEYS * KEYS
-    for start in range(first, whole, KEYS):
+    first += (part + PARTS - first // KEYS % PARTS) % PARTS * KEYS  # this part's first block
+    for start in range(first, whole, KEYS * PARTS):
         key = start + tl.arange(0, KEYS)
         place = key[:, None] * D + column[None, :]
         k = tl.load(key_base + place, mask=(column < D)[None, :], other=0.0)
@@ -278,7 +299,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
     # 5) The rest of the past and the entries: those that the cache has, then the new ones. Each query sees the past and
     # its chain, or its path by the mask.
-    for start in range(whole, length + F, KEYS):
+    whole += (part + PARTS - whole // KEYS % PARTS) % PARTS * KEYS
+    for start in range(whole, length + F, KEYS * PARTS):
         key = start + tl.arange(0, KEYS)
         entry, new = key - length, key - length - (F - N)
         held = (new < 0)[:, None] & (column < D)[None, :]
@@ -301,7 +323,42 @@ def _attend(  # type: ignore[no-untyped-def]
             sees = sees & (position[:, None] - key_position[None, :] < window)
         best, total, mean = _read_block(q, k, v, sees, scale, cap, best, total, mean, CAPPED)
 
-    # 6) The weighted mean of the values is the attention.
-    at = slot * output_slot + head * output_head + n * output_new
-    to = output + at[:, None] + column[None, :]
-    tl.store(to, (mean / total[:, None]).to(output.dtype.element_ty), mask=inside)
+    # 6) The weighted mean of the values is the attention; of a part, what the parts are added up by is kept.
+    if PARTS == 1:
+        at = slot * output_slot + head * output_head + n * output_new
+        to = output + at[:, None] + column[None, :]
+        tl.store(to, (mean / total[:, None]).to(output.dtype.element_ty), mask=inside)
+    else:
+        heads = tl.num_programs(1) // PARTS * R
+        at = ((slot * heads + head) * N + n) * PARTS + part
+        tl.store(means + at[:, None] * D + column[None, :], mean, mask=inside)
+        tl.store(softmax + at * 2, best, mask=real)
+        tl.store(softmax + at * 2 + 1, total, mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _add_parts(  # type: ignore[no-untyped-def]
+    means,
+    softmax,
+    output,
+    output_slot,
+    output_head,
+    output_new,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """One query's attention of one head, from the maximum, sum and weighted values of each part of its keys."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot, head, n = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    part, column = tl.arange(0, PARTS), tl.arange(0, SIZE)
+    at = ((slot * tl.num_programs(1) + head) * tl.num_programs(2) + n) * PARTS + part
+    best, total = tl.load(softmax + at * 2), tl.load(softmax + at * 2 + 1)
+    mean = tl.load(means + at[:, None] * D + column[None, :], mask=(column < D)[None, :], other=0.0)
+    weight = tl.exp(best - tl.max(best, 0))  # 0 for a part of which the query sees nothing
+    found = tl.sum(weight[:, None] * mean, 0) / tl.sum(weight * total, 0)
+    to = output + slot * output_slot + head * output_head + n * output_new + column
+    tl.store(to, found.to(output.dtype.element_ty), mask=column < D)

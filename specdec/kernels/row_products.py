@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 _FEW = 8  # rows that a program each multiplies; more of them by tensor cores
-_MOST_ROWS = 128
+_MOST_ROWS = 96
 _MOST_WEIGHTS = 1 << 23  # of a product; larger ones take as long as their weights' bytes, in any kernel
 _MOST_PRODUCTS = 1 << 28  # rows times weights: every 16 rows read the weights again
 _PLAIN, _GATED, _TURNED = range(3)  # what a kernel makes of its products
@@ -127,7 +127,7 @@ def _blocks(rows: int, width: int, kind: int) -> Blocks:
         return Blocks(16, 16, 128, 4) if kind == _PLAIN else Blocks(16, 32, 64, 4)
     # All of a program's weights lie in registers: eight numbers of a thread at once, a few times over.
     depth = min(1024, max(64, triton.next_power_of_2(width) // 8))
-    return Blocks(1, 4, depth, max(1, depth // 64))
+    return Blocks(1, 8, depth, depth // 32)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -18,6 +18,13 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAST = [0, 3, 64, 127, 150]  # 150 + 1 keys: more than two blocks, and no multiple of one
 
 
+@pytest.fixture(autouse=True)
+def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer programs, for the interpreter takes its time for each."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr("draftforge.specdec.kernels.flash_decoding._PARTS", 2)
+
+
 def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE, dtype)
 

@@ -123,14 +123,17 @@ for kind, parts, normed, added in [(0, 1, False, True), (1, 1, True, False), (2,
         options = {"num_warps": blocks.warps, "launch_pdl": True}
         triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-TENSORS = ("query", "new_keys", "new_values", "keys", "values", "output")
-names = flash_decoding._attend.arg_names
-for tree, windowed in [(False, True), (True, False)]:
-    constants = dict(N=5, F=5, R=3, D=64, TREE=tree, WINDOWED=windowed, CAPPED=windowed, ROWS=16, KEYS=128, ENTRIES=16,
-                     SIZE=64, AHEAD=1024, EARLY=True)
-    types = {name: "constexpr" if name in constants else "i32" for name in names}
-    types |= dict.fromkeys(TENSORS, "*bf16") | {"past": "*i64", "depth": "*i64", "visible": "*i8"}
-    types |= dict.fromkeys(["scale", "cap"], "fp32")
-    source = ASTSource(fn=flash_decoding._attend, signature=types, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+def compiled(kernel, tensors, numbers, constants, warps):
+    types = {name: "constexpr" if name in constants else numbers.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=types | tensors, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": True})
+
+tensors = {**dict.fromkeys(["query", "new_keys", "new_values", "keys", "values", "output"], "*bf16"), "past": "*i64",
+           "means": "*fp32", "softmax": "*fp32", "depth": "*i64", "visible": "*i8"}
+for tree, parts in [(False, 16), (True, 1)]:
+    constants = dict(N=5, F=5, R=3, D=64, PARTS=parts, TREE=tree, WINDOWED=not tree, CAPPED=not tree, ROWS=16, KEYS=64,
+                     ENTRIES=16, SIZE=64, AHEAD=1024, EARLY=True)
+    compiled(flash_decoding._attend, tensors, {"scale": "fp32", "cap": "fp32"}, constants, 4)
+tensors = {"means": "*fp32", "softmax": "*fp32", "output": "*bf16"}
+compiled(flash_decoding._add_parts, tensors, {}, dict(D=64, SIZE=64, PARTS=16, EARLY=True), 1)
 """
