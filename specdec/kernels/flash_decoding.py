@@ -22,12 +22,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .row_products import early, fetch
 
-_BLOCK_BYTES = 1 << 13  # of a block of keys: three of them, and of values, lie in shared memory at once
+_BLOCK_BYTES = 1 << 12  # of a block of keys: three of them, and of values, lie in shared memory at once
 _LEAST = 16  # rows and columns of the smallest product
 _MOST = 64  # rows of the largest
 _AHEAD = 1024  # tokens of the past that are asked for before the kernel in front ends
 _PROGRAMS = 256  # that keep a GPU busy: beyond them, larger products and fewer parts
 _PARTS = 16  # at most
+_FEW = 8  # queries that may be a chain beside plain decoding's one
 
 
 def attend_cached(
@@ -66,9 +67,10 @@ def attend_cached(
     rows = _LEAST
     while rows < _MOST and batch * groups * triton.cdiv(shared * new, rows) > _PROGRAMS:
         rows *= 2
-    # Parts do not depend on the number of queries: one sums up alike whichever others its pass has.
+    # Parts of few queries do not depend on how many they are: one sums up alike whichever others its pass has.
+    busy = batch * groups * (1 if new <= _FEW else 2 * triton.cdiv(shared * new, rows))
     parts = 1
-    while parts < _PARTS and 2 * parts * batch * groups <= _PROGRAMS:
+    while parts < _PARTS and 2 * parts * busy <= _PROGRAMS:
         parts *= 2
     means = output if parts == 1 else query.new_empty(batch * heads * new * parts, size, dtype=torch.float32)
     softmax = means if parts == 1 else means.new_empty(batch * heads * new * parts, 2)

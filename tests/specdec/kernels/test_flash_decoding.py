@@ -56,7 +56,7 @@ def windowed(visible_BNL: Tensor, position_BN: Tensor, key_BL: Tensor, window: i
         (8, 1, 16, 100, 2.0, 3),
         (4, 4, 80, None, 3.0, 3),
         (8, 1, 16, 5, None, 30),
-        (4, 4, 80, 100, 2.0, 30),
+        (2, 2, 80, 100, 2.0, 30),
     ],
 )
 def test_equals_the_dense_path(
@@ -108,7 +108,7 @@ def test_trees_of_several_blocks(entries: int, new: int, window: int | None) -> 
     parents = [int(torch.randint(-1, entry, (1,), generator=draw_parent)) for entry in range(entries)]
     past_B = torch.tensor([0, 5, 130], device=DEVICE)
     depth_BF, visible_BNF = tree_mask(torch.tensor([parents] * 3, device=DEVICE), entries, new)
-    query, keys, values = draw(3, 6, new, 32), draw(3, 2, 210, 32), draw(3, 2, 210, 32) + 1
+    query, keys, values = draw(3, 3, new, 32), draw(3, 1, 210, 32), draw(3, 1, 210, 32) + 1
     cache = KVCache(3, 210, DEVICE)
     cache.lengths_S[:] = past_B
     with patch("draftforge.specdec.kv_cache.reads_lengths", return_value=False):

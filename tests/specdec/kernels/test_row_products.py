@@ -131,7 +131,7 @@ def compiled(kernel, tensors, numbers, constants, warps):
 tensors = {**dict.fromkeys(["query", "new_keys", "new_values", "keys", "values", "output"], "*bf16"), "past": "*i64",
            "means": "*fp32", "softmax": "*fp32", "depth": "*i64", "visible": "*i8"}
 for tree, parts in [(False, 16), (True, 1)]:
-    constants = dict(N=5, F=5, R=3, D=64, PARTS=parts, TREE=tree, WINDOWED=not tree, CAPPED=not tree, ROWS=16, KEYS=64,
+    constants = dict(N=5, F=5, R=3, D=64, PARTS=parts, TREE=tree, WINDOWED=not tree, CAPPED=not tree, ROWS=16, KEYS=32,
                      ENTRIES=16, SIZE=64, AHEAD=1024, EARLY=True)
     compiled(flash_decoding._attend, tensors, {"scale": "fp32", "cap": "fp32"}, constants, 4)
 tensors = {"means": "*fp32", "softmax": "*fp32", "output": "*bf16"}
