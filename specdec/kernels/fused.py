@@ -4,7 +4,7 @@ products and rotary embeddings in one kernel each, and one product where several
 A module of transformers is a handful of small kernels that each read and write the whole activation. Here it becomes
 one, where that gives what the module itself gives: every class is tried once, on numbers of its own size, and left as
 it is where the two disagree. A decoder layer adds and norms in one kernel, and its last product adds to the residual;
-where it decodes few rows, it is the five kernels of row_products.py and flash_decoding.py. Only modules of the given
+where it decodes few rows, it is the kernels of row_products.py and flash_decoding.py. Only modules of the given
 model change; what other models of its class do is untouched.
 
 Shapes: B rows, N tokens, H width, Q query heads, G key-value heads, D head size.
@@ -176,7 +176,7 @@ def _trains(x: Tensor) -> bool:
 
 
 def _decoded(module: Any, state_BNH: Tensor, turn: tuple[Tensor, Tensor], attention: Forward) -> Tensor | None:
-    """What a decoder layer gives for few rows, in five kernels; None where they do not take its parts.
+    """What a decoder layer gives for few rows, in a few kernels; None where they do not take its parts.
 
     `turn`: cos, sin [B, N, D]; `attention`: queries [B, Q, N, D], keys and values -> [B, N, Q, D].
     """
@@ -311,7 +311,7 @@ def _few_agree(module: Any, trial: Callable[[Any, Tensor], list[tuple[Any, Any]]
 
 
 def _try_theirs(module: Any, state_1NH: Tensor) -> list[tuple[Any, Any]]:
-    """What the class of a layer of transformers gives around a stand-in for attention, and what five kernels give."""
+    """What the class of a layer of transformers gives around a stand-in for attention, and what ours give."""
     turn = _some_angles(module, state_1NH)
     if turn is None:
         return [(None, None)]
@@ -319,7 +319,7 @@ def _try_theirs(module: Any, state_1NH: Tensor) -> list[tuple[Any, Any]]:
 
 
 def _told(module: Any) -> dict[str, Any]:
-    """What a layer tells its attention, which the five kernels tell it in its place."""
+    """What a layer tells its attention, which the kernels for few rows tell it in its place."""
     told: list[dict[str, Any]] = []
     row_11H = module.post_attention_layernorm.weight[None, None]
     _told_trial(module, row_11H, _some_angles(module, row_11H), told)
