@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..data.read_limits import USUAL, TooLargeError, memory_within
-from ..errors import CorruptDataError, InputError, MissingFileError
+from ..errors import CorruptDataError, InputError, MissingFileError, one_line
 from ..specdec.accept_rules import RULES
 from ..specdec.proposers.tree_settings import MOST_LEVELS
 from ..specdec.replay.expected_rounds import RoundCounts
@@ -44,8 +44,8 @@ COUNTS_SCHEMA = pa.schema(
         ("accepted_at", pa.list_(pa.float64())),
     ]
 )
-_MOST_KEPT_ROWS, _MOST_COUNT = 1_000_000, 1e15
-"""Rows, and numbers in them, that no promotion's counts have."""
+_MOST_KEPT_ROWS, _MOST_KEPT_DOMAINS, _MOST_COUNT = 1_000_000, 10_000, 1e15
+"""Rows, domains and numbers in them that no promotion's counts have."""
 # Upper ends of the buckets of prompt lengths.
 _BUCKET_TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
@@ -153,9 +153,15 @@ def read_kept(path: Path) -> pa.Table:
 
 def _problems(table: pa.Table) -> Iterator[str]:
     """What is wrong with counts of one K or tree, as far as what computes with them relies on it."""
-    # Rows, and that all of them have all values.
+    # Rows, texts that are UTF-8, and that all of them have all values.
     if len(table) > _MOST_KEPT_ROWS:
         yield f"{len(table):,} rows"
+    try:
+        table.validate(full=True)
+    except pa.ArrowInvalid as error:
+        yield one_line(error)
+    if (domains := pc.count_distinct(table["domain"]).as_py()) > _MOST_KEPT_DOMAINS:
+        yield f"{domains:,} domains"
     for name in table.column_names:
         column = table[name].combine_chunks()
         flat = column.flatten() if pa.types.is_list(column.type) else column

@@ -36,7 +36,7 @@ from ..errors import (
     ServedError,
 )
 from ..eval.acceptance import Estimate
-from ..eval.counts import values, where
+from ..eval.counts import groups
 from ..eval.engine_metrics import AcceptanceMismatch, Counters, ExpectedAcceptance, compare, expected_acceptance
 from ..eval.leaderboard import serving
 from ..eval.request_metrics import DomainOf, counters_of
@@ -46,7 +46,7 @@ from ..masking import masked
 from ..progress import say
 from ..recipe import Recipe
 from ..registry.champion_alias import DECISION_TAG, RECORD_TAG, SPEEDUP_TAG, history
-from ..registry.connect import Tracking, mlflow_errors
+from ..registry.connect import Tracking, mlflow_errors, whole_number
 from ..registry.lineage import Version, as_version
 from ..registry.versions import CHAMPION, aliases, model_name
 from .cli_options import MetricsOptions
@@ -240,7 +240,7 @@ class ChampionCollector(Collector):
             found: dict[str, ExpectedAcceptance] = {}
             if table is not None and len(table) > 0:
                 decides = serving(table, settings)
-                parts = {"": decides} | {name: where(decides, domain=name) for name in values(decides, "domain")}
+                parts = {"": decides} | {name: part for (name,), part in groups(decides, "domain")}
                 found = {name: expected_acceptance(part, settings.confidence) for name, part in parts.items()}
             self._expected = {version.reference: found}
         return self._expected[version.reference]
@@ -436,7 +436,8 @@ def _quality(record: ModelVersion, expected: ExpectedAcceptance | None, labels: 
 
 def _ages(tracking: Tracking, version: Version, record: ModelVersion, labels: Labels, now: float) -> Iterator[Metric]:
     """Metrics of the champion's age: since its last promotion or rollback, else since it was registered."""
-    created, promoted = record.creation_timestamp / 1e3, None
+    created = whole_number(record.creation_timestamp, f"{version.reference}: its time") / 1e3
+    promoted = None
     moves = [event for event in history(tracking, version.name) if event.get("to") == version.number]
     with suppress(KeyError, TypeError, ValueError):  # edited by hand
         promoted = datetime.fromisoformat(moves[-1]["at"]).timestamp() if moves else None
@@ -479,8 +480,10 @@ def _last_decision(tracking: Tracking, name: str, labels: Labels) -> Iterator[Me
     about = {**labels, "decision": judged.tags[DECISION_TAG], "version": str(judged.version)}
     yield _gauge("last_decision", "The gate's last decision, promote or refuse; always 1.", about, 1.0)
     if at := re.search(r"-(\d{8}T\d{6})(?:\.\d+)?\.json$", judged.tags.get(RECORD_TAG, "")):
-        taken = datetime.strptime(at[1], "%Y%m%dT%H%M%S").replace(tzinfo=UTC).timestamp()
-        yield _gauge("last_decision_timestamp_seconds", "When it was taken.", labels, taken)
+        taken = None
+        with suppress(ValueError):  # edited by hand
+            taken = datetime.strptime(at[1], "%Y%m%dT%H%M%S").replace(tzinfo=UTC).timestamp()
+        yield from _known("last_decision_timestamp_seconds", "When it was taken.", labels, taken)
 
 
 def _last_run(tracking: Tracking, recipe: str, labels: Labels) -> Iterator[Metric]:
@@ -494,7 +497,8 @@ def _last_run(tracking: Tracking, recipe: str, labels: Labels) -> Iterator[Metri
         )
     if found and found[0].info.end_time:
         info = found[0].info
-        yield _gauge("last_retrain_timestamp_seconds", "When the last run ended.", labels, info.end_time / 1e3)
+        ended = whole_number(info.end_time, f"run {info.run_id}: its end") / 1e3
+        yield _gauge("last_retrain_timestamp_seconds", "When the last run ended.", labels, ended)
         succeeded = float(info.status == "FINISHED")
         yield _gauge("last_retrain_success", "Whether the last run ended well.", labels, succeeded)
 

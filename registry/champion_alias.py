@@ -11,6 +11,7 @@ that was cut off before.
 
 import json
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,7 +19,7 @@ from mlflow.entities.model_registry import RegisteredModel
 from pydantic import ValidationError
 
 from ..errors import RegistryError
-from ..storage import parse_json
+from ..storage import parse_json, utf8
 from .artifacts import run_files
 from .connect import Tracking, mlflow_errors
 from .gate import FORMAT, Decision, StoredDecision
@@ -38,6 +39,7 @@ UNMET = "does not meet today's gate"
 _DECISIONS = "decisions"
 """Artifact folder of a run that holds its gate decisions."""
 _MAX_TAG = 5000  # characters that every database of MLflow holds
+_TEXTS = ("at", "event", "why")  # of a move
 _MAX_REASON, _MAX_REASON_LISTED = 1000, 100  # characters of a reason: beside a version, and in the history
 
 
@@ -192,9 +194,9 @@ def _made_move(model: RegisteredModel) -> dict[str, Any] | None:
     """The move that is written down as begun and not as finished; None: there is none, or `champion` has not moved."""
     try:
         move = parse_json(model.tags.get(MOVE_TAG, "null"))
-        move = {key: move[key] for key in ("at", "event", "from", "to", "why", "previous")}
-        sound = all(isinstance(move[key], str) for key in ("at", "event", "why")) and _is_version(move["previous"])
-        return move if sound and _is_event(move) and move["to"] == int(model.aliases[CHAMPION]) else None
+        sound = all(isinstance(move[key], str) for key in _TEXTS) and _is_version(move["previous"]) and _is_event(move)
+        moved = sound and move["to"] == int(model.aliases[CHAMPION])
+        return _event(move) | {"previous": move["previous"]} if moved else None
     except (ValueError, TypeError, KeyError):  # none, or edited by hand
         return None
 
@@ -202,6 +204,12 @@ def _made_move(model: RegisteredModel) -> dict[str, Any] | None:
 def _is_event(value: Any) -> bool:
     """Whether a value of a tag is a move between versions."""
     return isinstance(value, dict) and _is_version(value.get("from")) and _is_version(value.get("to"))
+
+
+def _event(value: Mapping[str, Any]) -> dict[str, Any]:
+    """What a tag says of a move: the versions, and texts that a file and a database can hold."""
+    texts = {key: utf8(value[key]) for key in _TEXTS if isinstance(value.get(key), str)}
+    return texts | {"from": value["from"], "to": value["to"]}
 
 
 def _is_version(value: Any) -> bool:
@@ -258,7 +266,7 @@ def _events(model: RegisteredModel, move: dict[str, Any] | None) -> list[dict[st
         known = parse_json(model.tags.get(HISTORY_TAG, "[]"))
     except ValueError:
         known = []  # edited by hand; the aliases stay the truth
-    events = [event for event in known if _is_event(event)] if isinstance(known, list) else []
+    events = [_event(event) for event in known if _is_event(event)] if isinstance(known, list) else []
     if move is not None:
         last = {key: move[key] for key in ("at", "event", "from", "to")} | {"why": move["why"][:_MAX_REASON_LISTED]}
         events += [] if events[-1:] == [last] else [last]

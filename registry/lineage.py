@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from .. import __version__
 from ..errors import CorruptDataError, RegistryError
 from ..fingerprint import of_bytes, of_json, short
-from ..specdec.serving_plan import PLAN_FILE, ServingPlan, check_part_names
+from ..specdec.serving_plan import PLAN_FILE, ServingPlan, check_named_files
 from .artifacts import run_files
 from .connect import Tracking, mlflow_errors, whole_number
 
@@ -65,8 +65,8 @@ class Lineage(BaseModel):
     @field_validator("plan", mode="before")
     @classmethod
     def _names_no_file_of_this_disk(cls, raw: Any) -> Any:
-        # Before the plan is read: a tree without digests reads the drafts that it names, wherever they lie.
-        check_part_names(raw.get("tree") if isinstance(raw, dict) else None)
+        # Before the plan is read: a tree reads the file of a shape and the drafts that it names, wherever they lie.
+        check_named_files(raw.get("tree") if isinstance(raw, dict) else None)
         return raw
 
     @property

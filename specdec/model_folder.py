@@ -31,12 +31,12 @@ TOKENIZER_FILES = (
     *("vocab.*", "merges.*", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*"),
 )
 """Patterns of the files that decide which ids a text has, and which text a conversation."""
-_ONE_FILE = "model.safetensors"
+_ONE_FILE, _LORA = "model.safetensors", "LORA"
 _SLACK_TENSORS, _SLACK_ELEMENTS = 1024, 1 << 20
 _TIED, _PACKED = 2, 16  # a tied head is counted twice while it is made; up to 16 weights share a number
 _MOST_LOOPS, _MOST_TENSORS, _MOST_ELEMENTS = 1024, 1 << 18, 1 << 43
 """Layers, experts and heads, tensors and elements that no model has: limits where no files are beside a config."""
-_RANKS = re.compile(r"r$|rank_pattern\.|num_virtual_tokens$|token_dim$")
+_RANKS = re.compile(r"r$|rank_pattern\.")
 _LOOPS = re.compile(r"(num|n)_\w*(layer|block|expert|stage|head|codebook)s?|\w*_layers?|depth")
 
 
@@ -45,14 +45,18 @@ def check_folder(folder: Path, where: str, runs_code: bool = False) -> None:
 
     `where` begins the error's line; `runs_code`: code that came with the model may run. Raises FormatError.
     """
-    # 1) An adapter beside a model, which would be merged into it silently.
+    # 1) Pipes and devices, from which a read may never end. A GGUF file's folder may hold anything else.
+    for path in itertools.chain.from_iterable(folder.glob(pattern) for pattern in ("*.safetensors", "*.json")):
+        if path.exists() and not path.is_file():
+            raise FormatError(f"{where}: {path.name}: must be a regular file")
+    # 2) An adapter beside a model, which would be merged into it silently.
     config = folder / "config.json"
     if (folder / ADAPTER_FILE).exists() and (config.exists() or any(folder.glob("*.gguf"))):
         raise FormatError(
             f"{where}: {ADAPTER_FILE} lies beside the model, and would be loaded with it; give each a folder of its "
             "own, and name the adapter in target.adapter"
         )
-    # 2) Files that index and configs name.
+    # 3) Files that index and configs name.
     check_tokenizer_names(folder, where)
     if not config.is_file():
         return
@@ -61,7 +65,7 @@ def check_folder(folder: Path, where: str, runs_code: bool = False) -> None:
     for name in [*(indexed_files(folder, where) or []), *([] if other is None else [str(other)])]:
         if Path(name).name != name or Path(name).suffix != ".safetensors":
             raise FormatError(f"{where}: {name}: weights must be *.safetensors files of the folder itself")
-    # 3) Code from elsewhere.
+    # 4) Code from elsewhere.
     for key, value in _flat(raw):
         if runs_code and "auto_map" in key and "--" in str(value):
             raise FormatError(f"{where}: config.json: {key} {value}: names code of another repository")
@@ -165,10 +169,18 @@ def _check_gguf_size(path: Path, where: str) -> None:
 
 
 def check_adapter(folder: Path, where: str) -> None:
-    """Refuse an adapter whose config names a rank that none of its tensors has. Raises FormatError."""
+    """Refuse an adapter of another kind than LoRA, of which some load models from wherever their config says or make
+    memory that no file fills; a module of Python that it names; and a rank that none of its tensors has.
+
+    Raises FormatError."""
+    known = read_object(folder / ADAPTER_FILE)
+    if known.get("peft_type") != _LORA:
+        raise FormatError(f"{where}: {ADAPTER_FILE}: peft_type {str(known.get('peft_type'))[:80]}: must be {_LORA}")
+    if known.get("megatron_config"):
+        raise FormatError(f"{where}: {ADAPTER_FILE}: megatron_config: names a module of Python; must be absent")
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
         largest = max((size for name in file.keys() for size in file.get_slice(name).get_shape()), default=0)  # noqa: SIM118
-    for key, value in _flat(read_object(folder / ADAPTER_FILE)):
+    for key, value in _flat(known):
         if type(value) is int and value > largest and _RANKS.match(key):
             raise FormatError(f"{where}: {ADAPTER_FILE}: {key} {value}: its largest tensor has {largest} rows")
 

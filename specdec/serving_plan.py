@@ -95,18 +95,18 @@ def write_plan(folder: Path, plan: ServingPlan, record: dict[str, Any] | None = 
 def stored_plan(folder: Path) -> ServingPlan | None:
     """Plan as it stands in a draft's folder: a merged tree names its drafts from there. None: no plan is there.
 
-    Raises FormatError, also where it names drafts elsewhere: a stranger's plan would have this disk's files copied.
+    Raises FormatError, also where it names files elsewhere: a stranger's plan would have this disk's read or copied.
     """
     path = folder / PLAN_FILE
     try:
         raw = read_object(path)
     except MissingFileError:
         return None
-    # First of all, as a tree without digests reads the drafts that it names.
+    # First of all, as a tree reads the file of a shape, and without digests the drafts, that it names.
     value = raw.get(_PLAN)
     tree = value.get("tree") if isinstance(value, dict) else None
     try:
-        check_part_names(tree)
+        check_named_files(tree)
         _check_parts(folder, tree)
     except ValueError as error:
         raise FormatError(f"{path}: {_PLAN}.{error}") from None
@@ -186,12 +186,17 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
 
 
-def check_part_names(tree: Any) -> None:
-    """Raise ValueError unless each draft of a stored merged tree is named from the plan's folder, and has its digest.
+def check_named_files(tree: Any) -> None:
+    """Raise ValueError for a stored tree that names a file of a shape, in whose place stored ones have the shape, or a
+    merged one unless each of its drafts is named from the plan's folder, and has its digest.
 
     Reads no file. `tree`: as it is stored, whatever that is.
     """
-    if not isinstance(tree, Mapping) or "drafts" not in tree:
+    if not isinstance(tree, Mapping):
+        return
+    if tree.get("file") is not None:
+        raise ValueError(f"tree.file: {str(tree['file'])[:80]!r}: must be absent; a stored tree has its choices")
+    if "drafts" not in tree:
         return
     drafts, digests = tree["drafts"], tree.get("digests")
     if not isinstance(drafts, list) or not isinstance(digests, list) or len(drafts) != len(digests) or not drafts:

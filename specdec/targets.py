@@ -526,7 +526,7 @@ def _plain_adapter_config(model: PreTrainedModel, folder: Path, where: str) -> A
             setattr(config, field, matching(value, names, f"{where}: {field}"))
     # Layers that stand there again and again, a scale that is none, and a start that is computed for so many rounds.
     ranges = getattr(config, "layer_replication", None) or ()
-    if sum(abs(end - start) for start, end in ranges) > _MOST_LAYERS:
+    if len(ranges) > _MOST_LAYERS or sum(abs(end - start) for start, end in ranges) > _MOST_LAYERS:
         raise InputError(f"{where}: layer_replication: must make at most {_MOST_LAYERS} layers")
     if not math.isfinite(scale := getattr(config, "lora_alpha", None) or 0):
         raise InputError(f"{where}: lora_alpha {scale}: must be finite")

@@ -4,14 +4,14 @@ Shapes: N nodes, L levels, H heads, R ranks, T round starts, K levels of a trace
 """
 
 import heapq
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ...errors import InputError, MissingFileError
+from ...errors import CorruptDataError, InputError
+from ...storage import read_json
 
 if TYPE_CHECKING:  # a recipe needs the words of this file alone: NumPy is imported where a shape is followed
     import numpy as np
@@ -69,15 +69,10 @@ class TreeShape:
 
         Raises InputError or MissingFileError.
         """
-        # Errors name the file, whatever is wrong with it.
         try:
-            raw = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise MissingFileError(f"{path}: no such file") from None
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}: not JSON ({error})") from None
-        except OSError as error:
-            raise InputError(f"{path}: not a readable file ({error.strerror})") from None
+            raw = read_json(path)
+        except CorruptDataError as error:
+            raise InputError(str(error)) from None
 
         # true and false are ints in Python, but no ranks.
         if not isinstance(raw, list) or not all(_is_choice(choice) for choice in raw):

@@ -116,6 +116,20 @@ def test_counts_that_others_may_write_are_checked(name: str, value: Any, tmp_pat
         counts.read_kept(path)
 
 
+def test_texts_of_counts_are_utf8_and_domains_few(tmp_path: Path) -> None:
+    """A page is drawn of each domain, and text that cannot be read would be an error wherever it is looked at."""
+    path, table = tmp_path / "counts.parquet", counts.to_table([ROW])
+    for name in ("draft", "domain", "cluster", "tree"):
+        odd = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"]).buffers())
+        pq.write_table(table.set_column(table.column_names.index(name), name, odd), path)
+        with pytest.raises(CorruptDataError, match="not the counts of a promotion"):
+            counts.read_kept(path)
+    many, at = table.take(pa.array([0] * 10_001)), table.column_names.index("domain")
+    pq.write_table(many.set_column(at, "domain", pa.array([f"d{i}" for i in range(10_001)])), path)
+    with pytest.raises(CorruptDataError, match="10,001 domains; not the counts of a promotion"):
+        counts.read_kept(path)
+
+
 def test_a_small_table_takes_no_gigabytes(tmp_path: Path) -> None:
     path, many = tmp_path / "counts.parquet", pa.array([0] * 500_000)
     with pq.ParquetWriter(path, counts.COUNTS_SCHEMA, compression="zstd") as writer:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -247,6 +248,13 @@ def test_the_port_answers_until_it_is_stopped(
     stopped.set()
     run.join(60)
     assert not run.is_alive()
+
+
+def test_a_decision_at_no_time_has_no_time() -> None:
+    tags = {monitoring.DECISION_TAG: "promote", monitoring.RECORD_TAG: "decisions/m-v1-99999999T999999.json"}
+    client = SimpleNamespace(search_model_versions=lambda *_, **__: [SimpleNamespace(tags=tags, version=1)])
+    tracking: Any = SimpleNamespace(uri="http://x", client=client)
+    assert [one.name for one in monitoring._last_decision(tracking, "m", {})] == ["draftforge_last_decision"]
 
 
 def test_metrics_are_made_once_for_many_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:

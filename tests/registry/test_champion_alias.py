@@ -463,6 +463,16 @@ def test_tags_of_strangers_are_no_moves(tag: str, text: str) -> None:
     assert champion_alias._events(model, champion_alias._made_move(model)) == []
 
 
+def test_texts_of_moves_are_such_as_files_and_databases_hold() -> None:
+    """JSON can name half a character, and a number that it has not."""
+    odd = MOVE | {"why": "a\ud800", "at": float("nan"), "more": "\ud800"}
+    model: Any = SimpleNamespace(tags={HISTORY_TAG: json.dumps([odd])}, aliases={CHAMPION: "1"})
+    assert champion_alias._events(model, None) == [{"event": "promote", "why": "a\\ud800", "from": None, "to": 1}]
+    model.tags = {MOVE_TAG: json.dumps(odd | {"at": "\ud800"})}
+    made = champion_alias._made_move(model)
+    assert made == MOVE | {"why": "a\\ud800", "at": "\\ud800"}
+
+
 @pytest.mark.parametrize("text", ["inf", "nan", "1e999", "x", "", None])
 def test_a_figure_that_is_none_is_not_known(text: str | None) -> None:
     assert champion_alias.tag_number(text) is None

@@ -108,6 +108,9 @@ def test_a_recorded_plan_reads_no_file_of_this_disk(name: object, digests: objec
     with pytest.raises(ValidationError, match=r"plan\n.*must be") as caught:
         Lineage.model_validate({"plan": plan})
     assert "no such draft" not in str(caught.value)
+    plan["tree"] = {"kind": "static", "file": name}
+    with pytest.raises(ValidationError, match=r"plan\n.*must be absent"):
+        Lineage.model_validate({"plan": plan})
 
 
 @pytest.mark.parametrize("reference", ["m/99999999999999999999", "m/-1", "m/x", "/1", "m"])

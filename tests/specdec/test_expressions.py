@@ -190,7 +190,9 @@ def test_expressions_of_an_adapter_take_no_time(tmp_path: Path) -> None:
         ("trainable_token_indices", [10**9]),
         ("lora_alpha", float("inf")),
         ("lora_alpha", 10**400),
-        ("peft_type", "LOHA"),  # whose weights the file does not have
+        ("layer_replication", [[1, 1]] * 2_000),
+        ("peft_type", "SHADOW"),  # which loads another model, from wherever its config says
+        ("megatron_config", {"hidden_size": 1}),  # which PEFT makes by a module that the config names
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(stored | {field: value}))
         with pytest.raises(DraftforgeError, match=r"^target\.adapter: ") as caught:

@@ -1,6 +1,7 @@
 """Hostile model folders: what no fingerprint covers, weights that no file has, and lengths that no file can have."""
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -71,6 +72,17 @@ def test_an_adapter_beside_a_target_is_refused(folder: Path, tmp_path: Path) -> 
     (tmp_path / "link").replace(folder / "adapter_config.json")
     with pytest.raises(FormatError, match=r"adapter_config\.json lies beside the model"):
         locate(settings)
+
+
+@pytest.mark.parametrize("name", ["one.safetensors", "model.safetensors", "notes.json"])
+def test_a_pipe_or_a_device_in_the_place_of_a_file_is_refused(folder: Path, name: str) -> None:
+    """A library that opens a pipe waits for ever, and no signal ends it."""
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        for use in (target_fingerprint, Target.load):
+            with pytest.raises(FormatError, match=rf"{name}: must be a regular file"):
+                use(TargetSettings(model=str(folder)))
 
 
 @pytest.mark.parametrize("name", ["../one.safetensors", "{tmp}/one.safetensors", "linked/one.safetensors", "one.st"])

@@ -140,6 +140,18 @@ def test_a_stored_plan_names_no_draft_outside_its_folder(tmp_path: Path, name: A
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["/dev/zero", "pipe", "choices.json", 5])
+def test_a_stored_plan_names_no_file_of_a_shape(tmp_path: Path, name: Any) -> None:
+    """Not one beside it either: nobody has it checked, and a pipe would never end."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "choices.json").write_text("[[0]]")
+    place = str(tmp_path / name) if isinstance(name, str) else name
+    plan = {"draft_tokens": 1, "chain_tokens": 1, "tree_name": "s", "tree": {"kind": "static", "file": place}}
+    (tmp_path / PLAN_FILE).write_text(json.dumps({"plan": plan}))
+    with pytest.raises(FormatError, match=r"serve\.json: plan\.tree\.file: .* must be absent"):
+        find_plan(tmp_path)
+
+
 def test_a_part_may_be_a_link_to_a_blob_of_the_hubs_cache(tmp_path: Path) -> None:
     """A snapshot of the hub's cache holds links to `blobs` beside `snapshots`; a link in `blobs` leads out again."""
     repository = tmp_path / "models--me--draft"

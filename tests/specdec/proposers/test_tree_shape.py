@@ -36,7 +36,7 @@ def test_chains_and_branching() -> None:
         ('[[0], ["1"]]', "must be a list of lists of whole numbers"),
         ("[[0], [true]]", "must be a list of lists of whole numbers"),
         ("{}", "must be a list of lists"),
-        ("[[0]", "not JSON"),
+        ("[[0]", "not valid JSON"),
     ],
 )
 def test_bad_choices_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
