@@ -19,6 +19,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -28,6 +29,7 @@ import pyarrow.parquet as pq
 from .. import fingerprint, progress
 from ..errors import InputError, MissingFileError
 from ..storage import size_text, size_unit
+from .logs.chat import LeftOut
 from .logs.containers import CRI_LINE
 from .read_limits import (
     USUAL,
@@ -603,6 +605,7 @@ def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
             file.stream.seek(0)
             table = pq.ParquetFile(file.stream, read_dictionary=flat)
         _check_columns(file.path, table.schema_arrow.names, column)
+        read = row_decoder(table.schema_arrow)
         # One batch of rows is in memory at a time.
         batches = table.iter_batches(_ITEMS_PER_UPDATE if flat == texts else _NESTED_ROWS)
         while True:
@@ -613,7 +616,7 @@ def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
             for row in rows_within(batch, file.limits.line_bytes):
                 number += 1
                 place = f"{file.path}: row {number}"
-                decoder = _too_long if isinstance(row, int) else _no_text if row is None else without_none
+                decoder = _too_long if isinstance(row, int) else _no_text if row is None else read
                 yield Item(file.path, place, row, decoder)
             file.tick()
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -623,32 +626,68 @@ def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
 _TEXT = "BYTE_ARRAY"
 
 
+def row_decoder(schema: pa.Schema) -> Callable[[Any, str], Any]:
+    """Function that makes values of a table's rows. It raises LeftOut for one with objects in columns, InputError for a
+    column of JSON that holds none."""
+    return partial(_table_row, places=_places_of_json(schema))
+
+
+def _table_row(row: Any, where: str, places: Any) -> Any:
+    value = without_none(row)
+    if _has_objects_in_columns(value):
+        raise LeftOut(where, "objects in columns of a table")
+    try:
+        return _with_json(value, places)
+    except ValueError:
+        raise InputError(f"{where}: a column of JSON holds text that is none") from None
+
+
+def _places_of_json(kind: pa.Schema | pa.DataType) -> Any:
+    """Where values of a type hold JSON as its text, as `datasets` keeps what has another type in each row: True, by
+    field, or in each item of a list; None: nowhere."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return kind.extension_name == "arrow.json" or None
+    if isinstance(kind, pa.Schema | pa.StructType):
+        return {field.name: inner for field in kind if (inner := _places_of_json(field.type))} or None
+    inner = _places_of_json(kind.value_type) if isinstance(kind, pa.ListType | pa.LargeListType) else None
+    return inner and [inner]
+
+
+def _with_json(value: Any, places: Any) -> Any:
+    """A value with what its columns of JSON hold. Raises ValueError."""
+    if value is None or places is None:
+        return value
+    if isinstance(places, dict):
+        return {name: _with_json(item, places.get(name)) for name, item in value.items()}
+    return [_with_json(item, places[0]) for item in value] if isinstance(places, list) else json_within(value)
+
+
 _OF_NAMED = ("parameters", "input_schema", "inputSchema", "arguments", "args")
 
 
-def has_objects_in_columns(row: Any) -> bool:
+def _has_objects_in_columns(row: Any) -> bool:
     """Whether a row of a table has objects in columns that a template prints as they were sent: schemas of tools,
     arguments of calls, documents, and what is inside of template arguments. Columns have one order for all rows, and
     tell no null from an absent field."""
     if isinstance(row, list):
-        return any(map(has_objects_in_columns, row))
+        return any(map(_has_objects_in_columns, row))
     if not isinstance(row, dict):
         return False
     arguments = row.get("chat_template_kwargs")
     inside = [row.get("documents"), *(arguments.values() if isinstance(arguments, dict) else ())]
     inside += [row.get(name) for name in _OF_NAMED] if "name" in row else []
     inside += [row.get("input")] if row.get("type") == "tool_use" else []
-    return any(map(_holds_object, inside)) or any(map(has_objects_in_columns, row.values()))
+    return any(map(_holds_object, inside)) or any(map(_has_objects_in_columns, row.values()))
 
 
 def _holds_object(value: Any) -> bool:
     return any(map(_holds_object, value)) if isinstance(value, list) else isinstance(value, dict) and bool(value)
 
 
-def without_none(value: Any, where: str = "") -> Any:
+def without_none(value: Any) -> Any:
     """Remove None fields at all depths: Arrow gives every struct all fields, and those that a row lacks as None."""
     if isinstance(value, dict):
-        return {name: without_none(item, where) for name, item in value.items() if item is not None}
+        return {name: without_none(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_none(item, where) for item in value]
+        return [without_none(item) for item in value]
     return value

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from ..errors import InputError
-from .files import Item, has_objects_in_columns, without_none
+from .files import Item
 from .logs.chat import Entry, JoinedLines, LeftOut, LogReader, Reason, Timing
 from .logs.parsing import prompt_digest
 from .logs.readers import FORMATS
@@ -168,7 +168,7 @@ def read_item(reader: LogReader, item: Item, server: str) -> Iterator[Entry | Jo
     """Yield what a reader makes of one item: a request each, or what else became of it."""
     entries = 0
     try:
-        for entry in reader.feed(_decoded(item), item.where, server):
+        for entry in reader.feed(item.decode(), item.where, server):
             entries += 1
             yield entry
     except LeftOut as request:
@@ -178,14 +178,6 @@ def read_item(reader: LogReader, item: Item, server: str) -> Iterator[Entry | Jo
     else:
         if not entries:
             yield Outcome(item.where, left_out=JOINED)
-
-
-def _decoded(item: Item) -> Any:
-    """Value of an item. Raises InputError, and LeftOut for a row that lost what its objects were."""
-    value = item.decode()
-    if item.decoder is without_none and has_objects_in_columns(value):
-        raise LeftOut(item.where, "objects in columns of a table")
-    return value
 
 
 def outcomes_of(source: Source, index: int, unit: Unit) -> Iterator[Outcome[Record]]:
@@ -245,7 +237,7 @@ def _of_entry(source: Source, index: int, entry: Entry) -> Outcome[Record]:
 def _of_line(source: Source, index: int, item: Item) -> Outcome[Record]:
     """Outcome of a value in one of our own shapes."""
     try:
-        line = _decoded(item)
+        line = item.decode()
     except LeftOut as row:
         return Outcome(item.where, left_out=row.reason, domain=_domain_named(source, None))
     except InputError as error:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
+import pyarrow as pa
+
 from .. import fingerprint, progress
 from ..errors import DraftforgeError, InputError, RecipeError, named
 from ..storage import check_hub_name, inside, read_object
@@ -360,6 +362,7 @@ def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]
     # 1) Open it, and see that it has the column.
     with _dataset_errors(source):
         data, rows_known = _open_dataset(source, base_dir)
+        read = files.row_decoder(pa.schema([]) if data.features is None else data.features.arrow_schema)
     column = source.column or DEFAULT_COLUMNS[source.shape]
     if data.column_names is not None and column not in data.column_names:
         raise InputError(f"{name_of(source)}: has no column {column!r}; it has {', '.join(sorted(data.column_names))}")
@@ -375,7 +378,7 @@ def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]
             if row is None:
                 return
 
-            yield files.Item(base_dir, f"{name_of(source)} row {number}", row, files.without_none)
+            yield files.Item(base_dir, f"{name_of(source)} row {number}", row, read)
             if number % _ROWS_PER_UPDATE == 0:
                 advance(_ROWS_PER_UPDATE)
 
@@ -407,7 +410,7 @@ _READ_AS = {"Json", "Csv", "Parquet", "Arrow", "Text"}
 
 
 def _plain(rows: Any) -> Any:
-    """Rows with pictures and sounds as they are stored: a row may name any file of this machine as its picture."""
+    """Rows with pictures and sounds as they are stored, and JSON too: a row may name any file as its picture."""
     return rows if rows.features is None else rows.decode(False)
 
 

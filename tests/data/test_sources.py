@@ -154,9 +154,12 @@ def test_saved_dataset(tmp_path: Path) -> None:
 def test_dataset_folder_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "files").mkdir()
-    (tmp_path / "files" / "train.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
-    records, _ = reading(tmp_path, kind="dataset", name="files", shape="prompts")
-    assert texts(records) == ["one", "two"]
+    # What is a text in one row and parts in another the library keeps as JSON, that of texts in quotes.
+    said: list[Any] = ["one", [{"type": "text", "text": "two"}], "{3}"]
+    lines = [json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n" for content in said]
+    (tmp_path / "files" / "train.jsonl").write_text("".join(lines))
+    records, _ = reading(tmp_path, kind="dataset", name="files", shape="messages")
+    assert texts(records) == ["one", "two", "{3}"]
 
 
 def test_dataset_that_is_nowhere(tmp_path: Path) -> None:

@@ -353,6 +353,24 @@ def test_objects_in_columns_of_a_table_have_lost_their_order(tmp_path: Path, fie
         assert "objects in columns of a table" not in read_log(tmp_path / "texts.parquet", kind).counts.left_out
 
 
+def test_columns_of_json_hold_values(tmp_path: Path) -> None:
+    """Their order and nulls are as they were, so that a template may be shown them."""
+    tool = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
+    contents = pa.StructArray.from_arrays(
+        [pa.array(["user"] * 3), pa.array(['"Hi"', json.dumps(HI), "nil"], pa.json_())], names=["role", "content"]
+    )
+    table = {
+        "messages": pa.ListArray.from_arrays([0, 1, 2, 3], contents),
+        "tools": pa.array([json.dumps([tool]), None, None], pa.json_()),
+    }
+    pq.write_table(pa.table(table), tmp_path / "o.parquet")
+    read = read_log(tmp_path / "o.parquet", "openai", skip_invalid=True)
+    assert [talk[0][1] for talk in read.talks] == ["Hi", "Hi"] and read.counts.skipped == 1
+    assert json.dumps(SCHEMA) in json.dumps(read.records[0].tools)
+    with pytest.raises(InputError, match=r"o\.parquet: row 3: a column of JSON holds text that is none"):
+        read_log(tmp_path / "o.parquet", "messages")
+
+
 def test_maps_of_a_table_are_objects(tmp_path: Path) -> None:
     texts, numbers = pa.map_(pa.string(), pa.string()), pa.map_(pa.string(), pa.int64())
     table = {
