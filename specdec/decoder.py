@@ -273,7 +273,7 @@ class _Decoder:
         rows, nodes = tree.tokens_BN.shape
         ids_BM = torch.cat([self.table.last_S[:rows, None], tree.tokens_BN], dim=1)
         # A chain extends each slot's past causally; a tree branches off it under its mask.
-        step = self.cache.extend(rows, nodes + 1) if draft.chain else self.cache.branch(*tree.below_one_root())
+        step = self.cache.extend(rows, nodes + 1) if draft.chain else tree.below_last_token(self.cache)
         states = self.target.states(ids_BM, step, self.aux_layers)
         return states, self.target.logits(states.hidden_BTH)
 

@@ -69,17 +69,18 @@ class KVCache:
         visible_BNL = torch.arange(longest, device=self.device) <= positions_BN[..., None]
         return CacheStep(self, rows, positions_BN, positions_BN, visible_BNL)
 
-    def branch(self, depth_BF: Tensor, visible_BNF: Tensor) -> "CacheStep":
+    def branch(self, depth_BF: Tensor, visible_BNF: Tensor, positions_BN: Tensor | None = None) -> "CacheStep":
         """Tree step: adds the last N of F tree entries to each of the first B slots; call `keep_path` after it.
 
         The entries stand side by side past a slot's length. Each sees the slot's past and the entries that
-        `visible_BNF` names; its position is the length plus its depth.
+        `visible_BNF` names; its position is the length plus its depth, computed here unless it is given.
         """
         # 1) Positions in the text, by the entries' depths.
         batch, new, entries = visible_BNF.shape
         past_B = self.lengths_S[:batch]
         rows, length_B1 = self._range[:batch], past_B[:, None]
-        positions_BN = length_B1 + depth_BF[:, entries - new :]
+        if positions_BN is None:
+            positions_BN = length_B1 + depth_BF[:, entries - new :]
         # 2) The kernel reads lengths and the tree's mask on the device, and puts the new keys behind what is there.
         if reads_lengths(self.device):
             return CacheStep(self, rows, positions_BN, None, past_B=past_B, tree=(visible_BNF, depth_BF))

@@ -17,12 +17,13 @@ from ..errors import FormatError
 from .cuda_graphs import current
 from .kernels.attention import NAME, attend
 from .kernels.document_mask import Documents
-from .kv_cache import CacheStep, KVCache
+from .kv_cache import CacheStep, KVCache, runs_triton
 from .served_context import longest_context, rotates
 
 PROBE = "draftforge-probe"
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+_FEW_IDS = 16  # whose embeddings torch reads one after another on a GPU
 _HARMLESS = {"position_ids", "position_embeddings", "cache_position"}
 _FEATURES = {
     "attention_mask": "an attention mask of its own",
@@ -289,6 +290,11 @@ class CausalModel:
         size = table.shape[-1]
         if size != self.hidden_size:
             raise FormatError(f"{named(self.model)}: its embeddings have size {size}, must be {self.hidden_size}")
+        if 0 < ids.numel() <= _FEW_IDS and runs_triton(ids.device) and not torch.is_grad_enabled():
+            from .kernels.pointwise import take_rows
+
+            ids_BN = ids if ids.dim() == 2 else ids.reshape(1, -1)
+            return take_rows(table.expand(len(ids_BN), -1, -1), ids_BN).view(*ids.shape, size)
         return F.embedding(ids, table)
 
     @contextmanager

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import InputError
-from .kv_cache import runs_triton
+from .kv_cache import CacheStep, KVCache, runs_triton
 from .proposers.tree_shape import ROOT, Drawn
 
 
@@ -133,6 +133,14 @@ class TreeBatch(NamedTuple):
         index_N = torch.arange(nodes, device=tokens_BN.device)
         candidate_BN = index_N < counts_B[:, None]
         return cls(tokens_BN, (index_N - 1).expand(batch, nodes), candidate_BN, nodes, drawn)
+
+    def below_last_token(self, cache: KVCache) -> CacheStep:
+        """Cache step of the target's pass over [last token, nodes]."""
+        if runs_triton(self.parents_BN.device):
+            from .kernels.trees import branch
+
+            return cache.branch(*branch(self.parents_BN, self.depth + 1, cache.lengths_S, None)[:3])
+        return cache.branch(*self.below_one_root())
 
     def below_one_root(self) -> tuple[Tensor, Tensor]:
         """Depths [B, M] and the tree attention mask [B, M, M] of [last token, nodes], M = N + 1.

@@ -1,7 +1,8 @@
-"""Small Triton kernels that read slices of a wider product where they lie: rotary embeddings, gated activations, norms.
+"""Small Triton kernels that read slices of a wider tensor where they lie: rotary embeddings, gated activations, norms,
+chosen rows.
 
 Shapes: B rows, N tokens, Q query heads, G key-value heads, D head size, F = D / 2 rotated pairs, H width, I inner size,
-R rows of a product.
+R rows of a product, E rows to choose from.
 
 Inside, numbers are float32 and are rounded once. No kernel here has a gradient.
 """
@@ -10,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .row_products import early
 
 _INNER = 1024  # a program's columns of a gated product
 
@@ -78,9 +82,20 @@ def angles(positions_BN: Tensor, frequency_F: Tensor, stretch: float, dtype: tor
     cos, sin = torch.empty(2, *positions_BN.shape, 2 * pairs, dtype=dtype, device=positions_BN.device)
     _angles[(positions_BN.numel(),)](
         positions_BN, frequency_F, cos, sin, stretch, *positions_BN.stride(), positions_BN.shape[1], pairs,
-        PAIRS=triton.next_power_of_2(pairs), num_warps=1,
+        PAIRS=triton.next_power_of_2(pairs), **early(positions_BN.device), num_warps=1,
     )  # fmt: skip
     return cos, sin
+
+
+def take_rows(x_BEH: Tensor, index_BN: Tensor, first: int = 0) -> Tensor:
+    """Rows [B, N, H] of x at index - first; the last dimension of x is contiguous."""
+    (batch, new), size = index_BN.shape, x_BEH.shape[-1]
+    output = x_BEH.new_empty(batch, new, size)
+    _take_rows[(batch * new,)](
+        x_BEH, index_BN, output, *x_BEH.stride()[:2], *index_BN.stride(), new, first, size,
+        WIDTH=triton.next_power_of_2(size), **early(x_BEH.device), num_warps=4,
+    )  # fmt: skip
+    return output
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -192,11 +207,24 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def _angles(  # type: ignore[no-untyped-def]
-    positions, frequency, cos, sin, stretch, position_slot, position_new, new, pairs, PAIRS: tl.constexpr
+    positions,
+    frequency,
+    cos,
+    sin,
+    stretch,
+    position_slot,
+    position_new,
+    new,
+    pairs,
+    PAIRS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     # A program owns one token.
     slot, n, pair = tl.program_id(0) // new, tl.program_id(0) % new, tl.arange(0, PAIRS)
     real = pair < pairs
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     position = tl.load(positions + slot * position_slot + n * position_new).to(tl.float32)
     angle = position * tl.load(frequency + pair, mask=real, other=0.0).to(tl.float32)
     turned = (tl.cos(angle) * stretch).to(cos.dtype.element_ty), (tl.sin(angle) * stretch).to(sin.dtype.element_ty)
@@ -205,3 +233,28 @@ def _angles(  # type: ignore[no-untyped-def]
     tl.store(cos + at + pairs, turned[0], mask=real)
     tl.store(sin + at, turned[1], mask=real)
     tl.store(sin + at + pairs, turned[1], mask=real)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def _take_rows(  # type: ignore[no-untyped-def]
+    x,
+    index,
+    output,
+    x_slot,
+    x_row,
+    index_slot,
+    index_new,
+    new,
+    first,
+    size,
+    WIDTH: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    # A program copies one row.
+    slot, n, column = (tl.program_id(0) // new).to(tl.int64), tl.program_id(0) % new, tl.arange(0, WIDTH)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    row = tl.load(index + slot * index_slot + n * index_new) - first
+    taken = tl.load(x + slot * x_slot + row * x_row + column, mask=column < size, other=0.0)
+    tl.store(output + tl.program_id(0).to(tl.int64) * size + column, taken, mask=column < size)

@@ -173,7 +173,7 @@ class Drafter(Reader, Protocol):
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
         """Read F more nodes of one level (0: below the root); logits [B, F, V] of what follows each.
 
-        `parents_BF`: place of each node's parent among all nodes read in this round, or ROOT.
+        `parents_BF`: place of each node's parent among all nodes read in this round, or ROOT; it is on the level above.
         """
 
 

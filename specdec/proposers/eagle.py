@@ -1,6 +1,7 @@
 """EAGLE drafters: heads that read the target's states at true positions, and their own states at drafted ones.
 
-Shapes: B active slots, K drafted tokens, F nodes read at once, N pairs read, H hidden size, A features, V vocabulary.
+Shapes: B active slots, K drafted tokens, F nodes read at once, E on the level above, N pairs read, H hidden size,
+A features, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -66,18 +67,19 @@ class FeatureDrafter(ABC, Generic[D]):
 
     def open(self, batch: int, chain: bool) -> Tensor:
         self._branches, self._chain = Branches(self._cache, chain), chain
-        # The root's state, then those of the nodes read; of chains the last.
-        self._known_BEH = self._state_SH[:batch, None]
+        # States of the last level that was read, and the place of its first node: the root's.
+        self._above_BEH, self._first = self._state_SH[:batch, None], ROOT
         return self._logits(self._state_SH[:batch])
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
-        # Each node reads its parent's state; ROOT is -1, and the root's state stands first.
-        above_BFH = self._known_BEH if self._chain else gather_rows(self._known_BEH, parents_BF - ROOT)
+        # Each node reads its parent's state.
+        above_BFH = self._above_BEH if self._chain else gather_rows(self._above_BEH, parents_BF, self._first)
         step = self._branches.grow(parents_BF, depth)
         state_BFH = self._draft.decode(self._embed(tokens_BF), above_BFH, step)
 
-        # Keep states that later levels may read: of a chain only the last.
-        self._known_BEH = state_BFH if self._chain else torch.cat([self._known_BEH, state_BFH], 1)
+        # The next level's parents stand on this one.
+        self._first += self._above_BEH.shape[1]
+        self._above_BEH = state_BFH
         return self._logits(state_BFH)
 
     def observe(self, new: Texts, states: States) -> None:

@@ -1,7 +1,7 @@
 """Logits helpers of all proposers: sampling processors by slot, top tokens with ties in order, traces of a level.
 
-Shapes: B slots, F nodes a slot, N tokens, R ranks of tokens or round starts of recorded texts, H hidden size,
-V vocabulary.
+Shapes: B slots, F nodes a slot, N tokens, R ranks of tokens or round starts of recorded texts, C tokens on offer,
+H hidden size, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +22,8 @@ MOST_PAIRS = 1 << 22
 """Most query-key pairs of the texts that are traced at once: attention off packed rows holds a score for each."""
 MOST_RANKS = 64
 """Most ranks that kernels find one after another; for more of them a sort is faster."""
+MOST_CANDIDATES = 1024
+"""Most candidates of a tree that a kernel ranks, each against all others; for more of them a sort is faster."""
 MOST_LOGITS = 1 << 25
 """Most logits (rows x vocabulary) that a trace holds at once."""
 Head = Callable[[Tensor], Tensor]
@@ -71,9 +73,13 @@ def see(seen: Tensor | None, tokens: Tensor) -> Tensor | None:
     return None if seen is None else seen.scatter(-1, tokens[..., None], True)
 
 
-def gather_rows(x: Tensor, index_BF: Tensor) -> Tensor:
-    """Rows [B, F, ...] of x [B, N, ...] at index [B, F]."""
-    index = index_BF.reshape(*index_BF.shape, *[1] * (x.dim() - 2))
+def gather_rows(x: Tensor, index_BF: Tensor, first: int = 0) -> Tensor:
+    """Rows [B, F, ...] of x [B, N, ...] at index - first, index [B, F]."""
+    if x.dim() == 3 and x.is_floating_point() and x.stride(2) == 1 and runs_triton(x.device):
+        from ..kernels.pointwise import take_rows
+
+        return take_rows(x, index_BF, first)
+    index = (index_BF - first if first else index_BF).reshape(*index_BF.shape, *[1] * (x.dim() - 2))
     return x.gather(1, index.expand(*index_BF.shape, *x.shape[2:]))
 
 
@@ -85,16 +91,34 @@ def pick_states(states: States, index_BN: Tensor) -> States:
 
 def last_of(x_BNH: Tensor, counts_B: Tensor) -> Tensor:
     """Last vector [B, H] of each right-padded row."""
-    return gather_rows(x_BNH, (counts_B - 1).clamp(min=0)[:, None])[:, 0]
+    return gather_rows(x_BNH, counts_B.clamp(min=1)[:, None], first=1)[:, 0]
 
 
-def likeliest_logp(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [..., R] in float32 of the `count` best tokens of each row, and the tokens, as `likeliest`."""
-    if count <= MOST_RANKS and runs_triton(logits.device):
-        from ..kernels.top_tokens import top_tokens
+class Offers:
+    """The best tokens of all nodes that were read in a round, level by level: C in each slot, and their scores. On a
+    GPU kernels write them where they stay."""
 
-        return top_tokens(logits, count, normalised=True)
-    return likeliest(logits.float().log_softmax(-1), count)
+    def __init__(self, batch: int, size: int, device: torch.device) -> None:
+        self.tokens_BC = torch.empty(batch, size, dtype=torch.long, device=device)
+        self.scores_BC = torch.empty(batch, size, device=device)
+        self.count = 0
+
+    def add(
+        self, logits_BFV: Tensor, ranks: int, above_BF: Tensor | None = None, normalised: bool = False
+    ) -> tuple[int, int]:
+        """Add the `ranks` best tokens of each node, in the order of `likeliest`; returns their first place and the one
+        behind the last. A score is a logit or, `normalised`, a log-probability, plus that of the node above."""
+        start, self.count = self.count, self.count + logits_BFV.shape[1] * ranks
+        scores_BX, tokens_BX = self.scores_BC[:, start : self.count], self.tokens_BC[:, start : self.count]
+        if ranks <= MOST_RANKS and runs_triton(logits_BFV.device):
+            from ..kernels.top_tokens import put_top_tokens
+
+            put_top_tokens(logits_BFV, ranks, scores_BX, tokens_BX, normalised, above_BF)
+        else:
+            best_BFR, ids_BFR = likeliest(logits_BFV.float().log_softmax(-1) if normalised else logits_BFV, ranks)
+            best_BFR = best_BFR if above_BF is None else best_BFR + above_BF[..., None]
+            scores_BX[:], tokens_BX[:] = best_BFR.flatten(1), ids_BFR.flatten(1)
+        return start, self.count
 
 
 def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -108,8 +132,7 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if count <= MOST_RANKS and runs_triton(logits.device):
         from ..kernels.top_tokens import top_tokens
 
-        scores, ids = top_tokens(logits, count)
-        return scores.to(logits.dtype), ids
+        return top_tokens(logits, count)
     if count == 1:
         tokens = logits.argmax(-1, keepdim=True)
         return logits.gather(-1, tokens), tokens

@@ -1,6 +1,6 @@
 """Static trees, of the same shape in every round: greedy and sampled chains, Medusa's trees, top-k and sampled trees.
 
-Shapes: B slots, N nodes, F nodes that have children on one level, C children, V vocabulary.
+Shapes: B slots, N nodes, F nodes that have children on one level, C children or tokens on offer, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from ...errors import InputError
+from ..kv_cache import runs_triton
 from ..models import States
 from ..replay.packing import Pack
 from ..sampling import categorical
 from ..sampling_settings import SamplingSettings
 from ..tree import TreeBatch
 from .base import Ask, Draft, Drafter, FollowsDrafter, Trace
-from .logits import constant, likeliest, penalised_rows, process_rows, see
-from .tree_shape import Drawn, TreeShape
+from .logits import Offers, constant, likeliest, penalised_rows, process_rows, see
+from .tree_shape import ROOT, Drawn, TreeShape
 
 
 class StaticProposer(FollowsDrafter):
@@ -53,12 +54,12 @@ class StaticProposer(FollowsDrafter):
         return TreeShape.chain(levels) if self._shape is None else self._shape.cut(levels)
 
     def propose(self, ask: Ask) -> Draft:
-        # Greedy chains without penalties take the short way.
+        # Greedy trees without penalties take the short way.
         shape, batch = self.shape(ask.levels), len(ask.limits_B)
         if self.drawn == "deterministic":
             ask = ask._replace(uniforms=None)
-        if self.chain and ask.uniforms is None and ask.seen_BV is None:
-            return self._likeliest_chain(ask, len(shape))
+        if ask.uniforms is None and ask.seen_BV is None:
+            return self._likeliest_tree(ask, shape)
 
         # Level by level: fill in tokens from the parents' logits, then read those that have children.
         drawn: Drawn = "deterministic" if ask.uniforms is None else self.drawn
@@ -72,22 +73,55 @@ class StaticProposer(FollowsDrafter):
                 logits_BFV = self._drafter.expand(tokens_BF, parents_BF, depth)
         return growing.draft(chain=self.chain)
 
-    def _likeliest_chain(self, ask: Ask, levels: int) -> Draft:
-        """Greedy chain, without a tree's bookkeeping, each line of which is a kernel launch on a GPU."""
-        # One token a pass; the last one needs no reading.
-        batch = len(ask.limits_B)
-        logits_BV = self._drafter.open(batch, chain=True)
-        best: list[tuple[Tensor, Tensor]] = []
-        for depth in range(levels):
-            best.append(likeliest(logits_BV, 1))
-            if depth + 1 < levels:
-                above_B1 = constant((depth - 1,), logits_BV.device).expand(batch, 1)
-                logits_BV = self._drafter.expand(best[-1][1], above_B1, depth)[:, 0]
+    def _likeliest_tree(self, ask: Ask, shape: TreeShape) -> Draft:
+        """Greedy tree, without a partial tree's bookkeeping, each line of which is a kernel launch on a GPU."""
+        # The nodes that each level hangs from, and how many of the best tokens of each.
+        batch, device = len(ask.limits_B), ask.limits_B.device
+        entry = {node: place for place, node in enumerate(shape.inner)}  # the order in which nodes are read
+        above = [[ROOT], *([node for node in level if node in entry] for level in shape.levels)]
+        ranks = [1 + max(shape.choices[node][-1] for node in level) for level in shape.levels]
+        offers = Offers(batch, sum(len(some) * count for some, count in zip(above, ranks)), device)
 
-        # A chain ends where the draft has no finite logit.
-        scores_BK, tokens_BK = (torch.cat(part, 1) for part in zip(*best))
-        said_B = scores_BK.isfinite().cumprod(1).sum(1)  # a draft with nothing to say drafts nothing
-        return Draft.of_chains(tokens_BK, torch.minimum(ask.limits_B, said_B), "deterministic")
+        # Level by level: the best tokens of the parents, then read those that have children.
+        places: list[int] = []
+        logits_BFV = self._drafter.open(batch, self.chain)[:, None]
+        for depth, (level, parents, inner) in enumerate(zip(shape.levels, above, above[1:])):
+            start = offers.add(logits_BFV, ranks[depth])[0]
+            at = {node: start + ranks[depth] * place for place, node in enumerate(parents)}
+            places += [at[shape.parents[node]] + shape.choices[node][-1] for node in level]
+            if inner:
+                tokens_BF = _columns(offers.tokens_BC, [places[node] for node in inner])
+                parents_F = constant(tuple(entry.get(shape.parents[node], ROOT) for node in inner), device)
+                logits_BFV = self._drafter.expand(tokens_BF, parents_F.expand(batch, -1), depth)
+
+        drawn: Drawn = "deterministic" if self.chain else self.drawn
+        parents_BN = constant(tuple(shape.parents), device).expand(batch, -1)
+        chosen = _fixed_nodes(offers, constant(tuple(places), device), shape, ask.limits_B)
+        return Draft(TreeBatch(chosen[0], parents_BN, chosen[1], shape.depth, drawn), None, self.chain)
+
+
+def _columns(x_BC: Tensor, places: list[int]) -> Tensor:
+    """Columns [B, F] of x; a view where they stand side by side."""
+    first, count = places[0], len(places)
+    if places == list(range(first, first + count)):
+        return x_BC[:, first : first + count]
+    return x_BC[:, constant(tuple(places), x_BC.device)]
+
+
+def _fixed_nodes(offers: Offers, places_N: Tensor, shape: TreeShape, limits_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [B, N] of a tree's nodes by their places among what was offered, and marks of those that are candidates:
+    within the slot's limit, and with a finite logit as all above them."""
+    if runs_triton(limits_B.device):
+        from ..kernels.trees import fixed_nodes
+
+        parents_N = constant(tuple(shape.parents), limits_B.device)
+        return fixed_nodes(offers.scores_BC, offers.tokens_BC, places_N, parents_N, limits_B, shape.depth)
+    depths_N = constant(tuple(len(choice) for choice in shape.choices), limits_B.device)
+    candidate_BN = offers.scores_BC[:, places_N].isfinite() & (depths_N <= limits_B[:, None])
+    for level in shape.levels[1:]:
+        parents_F = constant(tuple(shape.parents[node] for node in level), limits_B.device)
+        candidate_BN[:, level.start : level.stop] &= candidate_BN[:, parents_F]
+    return offers.tokens_BC[:, places_N], candidate_BN
 
 
 class _PartialTree:

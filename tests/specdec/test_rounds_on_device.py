@@ -13,11 +13,11 @@ from proposing import CHAINS, DRAWN_TREES, ON_DEVICE, TREES, WAITING, proposer_n
 from stand_ins import target
 from torch import Tensor
 
-from draftforge.specdec import decoder, kv_cache, tree, verify_batch
+from draftforge.specdec import decoder, kv_cache, models, tree, verify_batch
 from draftforge.specdec.cuda_graphs import OpCounter, Replays
 from draftforge.specdec.decoder import Generation, generate
 from draftforge.specdec.kernels.attention import attention
-from draftforge.specdec.proposers import logits, prompt_lookup
+from draftforge.specdec.proposers import dynamic_tree, logits, prompt_lookup, static_tree
 from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -59,7 +59,7 @@ def unread(fixed: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_kernels(unread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels."""
-    for module in (kv_cache, logits, prompt_lookup, tree, verify_batch):
+    for module in (dynamic_tree, kv_cache, logits, models, prompt_lookup, static_tree, tree, verify_batch):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
 
 

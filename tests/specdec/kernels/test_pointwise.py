@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from draftforge.specdec.drafts import layers
 from draftforge.specdec.drafts.layers import LinearRope, Rope, RopeScaling, YarnRope
-from draftforge.specdec.kernels.pointwise import add_norm, angles, gated_silu, rotate
+from draftforge.specdec.kernels.pointwise import add_norm, angles, gated_silu, rotate, take_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -87,3 +87,11 @@ def test_angles_are_those_of_both_halves() -> None:
     angle = (positions_BN[..., None].float() * frequency_F).repeat(1, 1, 2)
     expected = (1.5 * angle.cos(), 1.5 * angle.sin())
     torch.testing.assert_close(angles(positions_BN, frequency_F, 1.5, torch.float32), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_taken_where_they_lie() -> None:
+    """Of slices, by places that count from elsewhere; and of one table for all."""
+    x_BEH, index_BN = draw(2, 5, 90)[:, 1:, :80], torch.tensor([[7, 4, 4], [5, 6, 4]], device=DEVICE)
+    expected = torch.stack([rows[places - 4] for rows, places in zip(x_BEH, index_BN)])
+    assert torch.equal(take_rows(x_BEH, index_BN, first=4), expected)
+    assert torch.equal(take_rows(x_BEH[0].expand(3, -1, -1), index_BN.T - 4), x_BEH[0][index_BN.T - 4])
