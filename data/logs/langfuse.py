@@ -245,9 +245,9 @@ def _has_own_name(message: Mapping[str, Any]) -> bool:
 
 
 def _has_own_texts(message: Mapping[str, Any]) -> bool:
-    """Whether a message has no parts but texts as the Responses API calls them."""
-    parts = message.get("content")
-    return isinstance(parts, list) and bool(parts) and all(_is_own_text(part) for part in parts)
+    """Whether a message has no parts but texts as the Responses API calls them, and perhaps bare ones."""
+    parts = _listed(message.get("content"))
+    return any(map(_is_own_text, parts)) and all(_is_own_text(part) or isinstance(part, str) for part in parts)
 
 
 def _is_own_text(part: Any) -> bool:

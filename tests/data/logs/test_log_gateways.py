@@ -486,6 +486,7 @@ OWN = [{"type": "input_text", "text": "Hi"}, {"type": "input_text", "text": "the
         # They show no text of parts that are all `input_text`; the Responses API does.
         ([{"role": "user", "content": OWN}], "Hello.", ["Hi\nthere"], [""]),
         ([{"role": "user", "content": OWN}], CHAT, ["Hi\nthere"], [""]),
+        ([{"role": "user", "content": [*OWN, "!"]}], CHAT, ["Hi\nthere\n!"], [""]),
         ([{"role": "user", "content": [*OWN, {"type": "text", "text": "!"}]}], "Hello.", ["Hi\nthere\n!"], None),
         # Attributes of OpenTelemetry hold parts as text.
         ([{"role": "user", "content": json.dumps(BLOCKS)}], "Hello.", [json.dumps(BLOCKS)], ["Be \nbrief."]),
