@@ -99,7 +99,8 @@ def _as_error(message: str, where: str) -> Any:
 
 
 def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
-    """Find the files that a source names: one file, all of a folder, or the matches of a pattern.
+    """Find the files that a source names: one file, all of a folder, or those that match a pattern or lie in folders
+    that do.
 
     They are sorted by name; files of one rotated log by time, the oldest first. A folder's files whose name starts with
     a dot are left out. Raises MissingFileError, and InputError for a name that is not UTF-8, a folder that cannot be
@@ -115,7 +116,9 @@ def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
     # A pattern, unless a file has that very name.
     if not path.exists() and glob.has_magic(name):
         matches = [base_dir / match for match in glob.glob(name, root_dir=base_dir, recursive=True)]  # noqa: PTH207  absolute patterns too
-        found = [match for match in matches if match.is_file()]
+        files = {match for match in matches if match.is_file()}
+        files.update(file for match in matches if match.is_dir() for file in _files_below(match, follow_links))
+        found = sorted(files)
         if not found:
             raise MissingFileError(f"{path}: no file matches")
         plain = itertools.takewhile(lambda part: not glob.has_magic(part), path.parts)

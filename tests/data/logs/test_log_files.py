@@ -72,6 +72,8 @@ def test_folders_and_patterns_are_read_in_the_order_of_names(tmp_path: Path) -> 
     pattern = read_log(tmp_path / "b" / "*.txt", "prompts").talks
     assert [talk[0][1] for talk in pattern] == ["b/1.txt", "b/2.txt"]
     assert len(read_log(tmp_path / "**" / "*.txt", "prompts").talks) == 3
+    assert [talk[0][1] for talk in read_log(tmp_path / "[ab]*", "prompts").talks] == ["a.txt", "b/1.txt", "b/2.txt"]
+    assert len(read_log(tmp_path / "**", "prompts").talks) == 4
     with pytest.raises(MissingFileError, match=r"none-\*\.txt: no file matches"):
         read_log(tmp_path / "none-*.txt", "prompts")
     (tmp_path / "odd[1].txt").write_text("a name with brackets")
