@@ -49,7 +49,7 @@ _PLAIN_WORDS = [
     (re.compile(r"Input should be a valid (list|tuple)"), "must be a list"),
     (re.compile(r"Input is not a valid path.*"), "must be a path"),
     (re.compile(r"Input should be "), "must be "),
-    (re.compile(r"\w+ should (have|match) "), r"must \1 "),
+    (re.compile(r"\b\w+ should (have|match) "), r"must \1 "),
     (re.compile(r"greater than or equal to"), ">="),
     (re.compile(r"less than or equal to"), "<="),
     (re.compile(r"greater than"), ">"),

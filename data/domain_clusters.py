@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from .. import fingerprint
-from ..errors import InputError
+from ..errors import CorruptDataError, InputError
 
 FILE = "clusters.parquet"
 MOST_FITTED = 20_000
@@ -98,16 +98,20 @@ def write(clusters: Clusters, folder: Path) -> None:
     pq.write_table(table, folder / FILE, compression="zstd")
 
 
-def read_first(folders: Iterable[Path], count: int) -> Clusters | None:
-    """Read the clusters of the first mix folder that has `count` of them; None: no folder does."""
-    for folder in folders:
-        if not (folder / FILE).is_file():
-            continue
-        table = pq.read_table(folder / FILE)
+def read_first(tables: Iterable[pa.Table], count: int) -> Clusters | None:
+    """Read the clusters of the first table of an earlier mix that has `count` of them; None: none has.
+
+    Raises CorruptDataError for a table that holds none."""
+    for table in tables:
         # Columns: term, idf, and one for each centre.
-        if len(table.column_names) == count + 2:
-            centres = [table.column(name).to_numpy() for name in table.column_names[2:]]
-            return Clusters(table.column("term").to_pylist(), table.column("idf").to_numpy(), np.stack(centres), None)
+        term, *numbers = table.column_names or [""]
+        terms = table.column(0).to_pylist() if term == "term" else []
+        numeric = all(table.schema.field(name).type == pa.float32() for name in numbers)
+        if not terms or not numeric or len(set(terms)) < len(terms) or any(one.null_count for one in table.columns):
+            raise CorruptDataError(f"{FILE} of an ancestor: must hold terms, each once, and numbers of them")
+        if len(numbers) == count + 1:
+            idf, *centres = (table.column(name).to_numpy() for name in numbers)
+            return Clusters(terms, idf, np.stack(centres), None)
     return None
 
 

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from .. import fingerprint, progress, storage
-from ..errors import CorruptDataError, InputError, MissingFileError, named
+from ..errors import CorruptDataError, InputError, MissingFileError, named, one_line
 from . import domain_clusters
 from .concurrency import concurrency_record
 from .contamination import holdout_report, near_any, read_evaluation_sets, turn_report
@@ -133,7 +133,7 @@ def build_mix(
                 "format": FORMAT,
                 "settings": settings.model_dump(mode="json"),
                 "settings_fingerprint": fingerprint.of_json(settings.model_dump(mode="json")),
-                "ancestors": sorted(storage.read_json(path / MANIFEST)["files"][CONVERSATIONS] for path in earlier),
+                "ancestors": sorted(str(load_manifest(path)["files"].get(CONVERSATIONS)) for path in earlier),
                 "sources": _source_records(settings, base_dir, digests, records),
                 **mix.manifest_counts(),
                 "domain_clusters": None if found is None else found.record(),
@@ -207,13 +207,24 @@ def check_members(folder: Path) -> None:
 def load_members(folders: Iterable[Path]) -> list[PlacedMember]:
     """Load the placed members of earlier mixes, their own and inherited ones; each once, sorted by content."""
     known: dict[tuple[str, str, str, str], PlacedMember] = {}
-    for row in (row for folder in folders for row in _read_table(folder, MEMBERS).to_pylist()):
+    for row in (row for folder in folders for row in _member_table(folder).to_pylist()):
         # The same placement may come from several ancestors: the first one stands.
         signature = np.frombuffer(row["signature"], dtype="<u4").astype(np.uint32)
         member = Member(row["id"], row["group"], signature, np.array(row["turn_keys"], dtype=np.uint64))
         placement = (row["id"], row["cluster"], row["split"], row["group"] or "")
         known.setdefault(placement, PlacedMember(member, row["cluster"], row["split"]))
     return [known[placement] for placement in sorted(known)]
+
+
+def _member_table(folder: Path) -> pa.Table:
+    """The table of an earlier mix's members. Raises CorruptDataError: the mix may be another's."""
+    path, table = folder / MEMBERS, _read_table(folder, MEMBERS)
+    if not table.schema.equals(_MEMBER_SCHEMA):
+        raise CorruptDataError(f"{path}: its columns are not those of a mix's members")
+    empty = [name for name in table.column_names if name != "group" and table[name].null_count]
+    if empty or not {*table["split"].unique().to_pylist()} <= {*SPLITS}:
+        raise CorruptDataError(f"{path}: {empty[0] if empty else 'split'}: has values that no member has")
+    return table
 
 
 def _name_domains(
@@ -229,7 +240,8 @@ def _name_domains(
     numbers = sorted(set(records.number_at_row[nameless_rows].tolist()), key=records.ids.__getitem__)
 
     # An ancestor's centres are kept, so that the same name means the same domain.
-    found = domain_clusters.read_first(earlier, count)
+    with_clusters = (path for path in earlier if domain_clusters.FILE in load_manifest(path)["files"])
+    found = domain_clusters.read_first((_read_table(path, domain_clusters.FILE) for path in with_clusters), count)
     if found is None:
         found = domain_clusters.fit([records.user_text(n) for n in numbers[: domain_clusters.MOST_FITTED]], count)
 
@@ -565,7 +577,13 @@ def _write_table(path: Path, rows: Iterator[Mapping[str, Any]], schema: pa.Schem
 
 
 def _read_table(folder: Path, name: str) -> pa.Table:
-    return pq.read_table(_checked(folder, name))
+    path = _checked(folder, name)
+    try:
+        table = pq.read_table(path)
+        table.validate(full=True)  # text may be no UTF-8
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptDataError(f"{path}: not a readable table ({one_line(error)})") from None
+    return table
 
 
 def _checked(folder: Path, name: str) -> Path:

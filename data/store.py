@@ -34,6 +34,7 @@ FORMAT = 1
 HEADER, MANIFEST, SHARDS = "header.json", "manifest.json", "shards"
 
 _OPEN_FILES = 64
+_WHOLE = (torch.uint16, torch.int32, torch.int64)
 _RECORD_KEYS = {"name", "split", "bytes", "sha256"}
 
 
@@ -136,7 +137,7 @@ class Capture:
             raise MissingFileError(f"{folder / MANIFEST}: no such file; {state}")
         # The manifest lists the shards, which must all be there.
         manifest = storage.read_json(folder / MANIFEST)
-        if not _is_manifest(manifest):
+        if not is_manifest(manifest):
             raise CorruptDataError(
                 f"{folder / MANIFEST}: not a capture manifest of format {FORMAT}; delete it and run the capture again"
             )
@@ -233,7 +234,7 @@ class Capture:
         with _read_errors(path):
             file = self._file(path)
             # Records from the metadata, ids from the tensors; signals stay on disk.
-            records = json.loads(file.metadata()["records"])
+            records = storage.parse_json(file.metadata()["records"])
             prompts, answers = _id_lists(file, "prompt"), _id_lists(file, "answer")
             ends = file.get_tensor("answer_offsets").tolist()
             samples = [
@@ -257,15 +258,31 @@ class Capture:
         return self._files[path]
 
 
-def _is_manifest(value: Any) -> bool:
+def is_manifest(value: Any) -> bool:
+    """Whether a value has the format of a capture's manifest, and lists shards."""
     if not isinstance(value, dict) or value.get("format") != FORMAT or not isinstance(value.get("shards"), list):
         return False
     return all(isinstance(record, dict) and record.keys() >= _RECORD_KEYS for record in value["shards"])
 
 
 def _id_lists(file: Any, key: str) -> list[list[int]]:
-    ids, offsets = file.get_tensor(f"{key}_ids").tolist(), file.get_tensor(f"{key}_offsets").tolist()
-    return [ids[start:end] for start, end in itertools.pairwise(offsets)]
+    ids, offsets = file.get_tensor(f"{key}_ids"), file.get_tensor(f"{key}_offsets")
+    ends, numbers = spans(ids, offsets), ids.tolist()
+    return [numbers[start:end] for start, end in ends]
+
+
+def spans(ids: Tensor, offsets: Tensor) -> list[tuple[int, int]]:
+    """Start and end of each text among ids that stand end to end. Raises ValueError for what are no ids or no offsets:
+    a folder of answers may be another's."""
+    if any(one.dim() != 1 or one.dtype not in _WHOLE for one in (ids, offsets)):
+        raise ValueError("ids and offsets must be lists of whole numbers")
+    ends = offsets.tolist()
+    found = list(itertools.pairwise(ends))
+    if [*ends[:1], *ends[-1:]] != [0, len(ids)] or any(start > end for start, end in found):
+        raise ValueError(f"offsets must rise from 0 to the {len(ids)} ids")
+    if len(ids) and int(ids.long().min()) < 0:
+        raise ValueError("ids must be at least 0")
+    return found
 
 
 @contextmanager

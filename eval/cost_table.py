@@ -25,6 +25,8 @@ from .draft_configs import DraftConfig, ProposerSpec
 from .settings import ScoreSettings
 from .speedup import Gain
 
+_LEAST, _MOST = 1e-12, 1_000_000_000
+"""Seconds and counts that no machine measures less or more of: a fit of others has no end."""
 COSTS_VERSION: Final = 4  # of what is measured; a new number measures everything again
 PLAIN_WAY, CHAIN_WAY = "plain", "chain"
 _CONFIG_NOISE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -61,9 +63,9 @@ class CostKey(_Record):
 class RoundCost(_Record):
     """Seconds of one round by part: drafting, the target's verification, and the rest."""
 
-    draft_seconds: float = Field(ge=0)
-    verify_seconds: float = Field(gt=0)
-    rest_seconds: float = Field(ge=0)
+    draft_seconds: float = Field(ge=0, le=_MOST)
+    verify_seconds: float = Field(gt=_LEAST, le=_MOST)
+    rest_seconds: float = Field(ge=0, le=_MOST)
 
     @property
     def seconds(self) -> float:
@@ -76,12 +78,12 @@ class MeasuredRound(RoundCost):
 
     way: str
     """plain, chain, or "tree NAME"."""
-    batch_size: int = Field(ge=1)
-    levels: int = Field(ge=0)
-    tokens: int = Field(ge=1)
+    batch_size: int = Field(ge=1, le=_MOST)
+    levels: int = Field(ge=0, le=_MOST)
+    tokens: int = Field(ge=1, le=_MOST)
     """Tokens of each sequence in the target's pass: drafted nodes and one more."""
-    context_tokens: float = Field(ge=0)
-    rounds: int = Field(ge=1)
+    context_tokens: float = Field(ge=0, le=_MOST)
+    rounds: int = Field(ge=1, le=_MOST)
     """Number of timed rounds behind the seconds."""
 
     @property
@@ -97,27 +99,27 @@ class MeasuredRound(RoundCost):
 class MeasuredPrompt(_Record):
     """Measured prefill: the seconds of a prompt that was read alone."""
 
-    tokens: int = Field(ge=1)
-    plain_seconds: float = Field(gt=0)
-    draft_seconds: float = Field(ge=0)
+    tokens: int = Field(ge=1, le=_MOST)
+    plain_seconds: float = Field(gt=_LEAST, le=_MOST)
+    draft_seconds: float = Field(ge=0, le=_MOST)
     """Seconds that the draft adds to the target's."""
 
 
 class ClosedLoop(_Record):
     """Measured closed-loop traffic of an engine: `batch_size` requests in flight, the next one sent when one ends."""
 
-    batch_size: int = Field(ge=1)
-    levels: int = Field(ge=0)
+    batch_size: int = Field(ge=1, le=_MOST)
+    levels: int = Field(ge=0, le=_MOST)
     """K; 0: without a draft."""
-    prompt_tokens: int = Field(ge=1)
-    answer_tokens: int = Field(ge=2)
-    seconds: float = Field(gt=0)
+    prompt_tokens: int = Field(ge=1, le=_MOST)
+    answer_tokens: int = Field(ge=2, le=_MOST)
+    seconds: float = Field(gt=_LEAST, le=_MOST)
     """Of each of those in flight, for every prompt that was read: `batch_size` over prompts a second."""
-    rounds: float = Field(gt=0)
+    rounds: float = Field(gt=_LEAST, le=_MOST)
     """Of a request, for every prompt that was read."""
-    drafted_share: float = Field(ge=0)
+    drafted_share: float = Field(ge=0, le=_MOST)
     """Share of a request's rounds that draft."""
-    prompts: int = Field(ge=1)
+    prompts: int = Field(ge=1, le=_MOST)
     """Number of prompts behind the seconds."""
 
 
@@ -280,6 +282,10 @@ def read_tables(path: Path) -> list[CostTable]:
         raise CorruptDataError(f"{path}: fits.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     if any(table.key.version != COSTS_VERSION or not (table.prompt_points or table.closed_loops) for table in tables):
         raise CorruptDataError(f"{path}: not times of version {COSTS_VERSION} that were measured over a load's grid")
+    for table in tables:
+        plain = {point.place for point in table.points if point.way == PLAIN_WAY}
+        if alone := [point for point in table.points if point.place not in plain]:
+            raise CorruptDataError(f"{path}: fits: no plain round beside the {alone[0].way} at {alone[0].place}")
     for key in (table.key for table in tables):
         shapes = all(type(shape.get("levels")) is int and "tree" in shape for shape in key.plans.values())
         if not shapes or not all(isinstance(side.get("config") or {}, dict) for side in (key.target, key.draft)):

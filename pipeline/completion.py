@@ -23,7 +23,11 @@ FORMATS = ("hf", "vllm", "sglang", "speculators", "medusa", "gguf")
 ALIASES = ("champion", "candidate", "previous")
 METHODS = ("lookup", "suffix", "lookahead", "jacobi")
 """Ways of drafting without a draft; a test compares all three with what the verbs take."""
-_MOST_FILES, _LONGEST_HELP = 200, 72  # Typer breaks longer ones into lines, which shells take for further values
+_MOST_FILES, _MOST_BYTES, _LONGEST_HELP = (
+    200,
+    200_000,
+    72,
+)  # Typer breaks longer ones into lines, which shells take for further values
 _PLAIN, _MARKS = re.compile(r"(?:~/)?[\w./@:=+,-]+"), re.compile(r"[\x00-\x1f\x7f\\$`\"']")
 """Values that no shell takes for more than a word, and marks that help may not have: zsh evaluates both."""
 Items = list[tuple[str, str]]
@@ -159,6 +163,8 @@ def _recipe(ctx: Context) -> dict[str, Any]:
     words = (word for word in ctx.args if word.endswith((".yaml", ".yml")))
     try:
         place = Path(ctx.params.get("recipe") or next(words))
+        if not place.is_file() or place.stat().st_size > _MOST_BYTES:  # a pipe would hold the shell
+            return {}
         found = yaml.safe_load(place.read_text(encoding="utf-8"))
     except (StopIteration, OSError, ValueError, yaml.YAMLError):
         return {}

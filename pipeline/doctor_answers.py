@@ -72,6 +72,9 @@ def asked_of(place: Path | None, target: Target, **template_args: Any) -> list[A
     elif (place / MANIFEST).is_file():
         capture = Capture.open(place, verify=False)
         samples = [one for split in reversed(SPLITS) for one in capture.samples(split) if one.sampling.greedy]
+        largest = max((token for one in samples for token in (*one.prompt_ids, *one.answer_ids)), default=0)
+        if largest >= target.embedding_rows:  # a capture may be of another target
+            raise InputError(f"--answers {place}: token {largest}: the target has {target.embedding_rows}")
         found = [Asked(one.prompt_ids, one.answer_ids) for one in samples]
     else:
         found = list(itertools.islice(_of_ids(place, target), _MOST_READ))

@@ -256,7 +256,7 @@ def check_capture(stages: Stages) -> None:
     if space.first_rank:
         check_backend(target, settings, recipe.score.sampling)
         if settings.answers is not None:
-            ReusableAnswers(settings.answers, target.fingerprint)
+            ReusableAnswers(settings.answers, target.fingerprint, target.vocab_size)
 
 
 def check_training(stages: Stages, names: Collection[str], begun_only: bool = False) -> None:

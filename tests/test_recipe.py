@@ -106,6 +106,14 @@ def test_one_line_for_one_mistake(tmp_path: Path, text: str, line: str) -> None:
     assert lines(tmp_path, text) == [f"recipe.yaml: {line}"]
 
 
+@pytest.mark.timeout(20)
+def test_a_long_value_is_quoted_in_no_time() -> None:
+    """Patterns go over the whole of what a rule says, which may quote the value."""
+    said = "a" * 900_000
+    error: Any = {"type": "value_error", "input": {}, "msg": f"Value error, {said}"}
+    assert recipe._rule(error) == said
+
+
 def test_every_mistake_has_its_line(tmp_path: Path) -> None:
     assert lines(tmp_path, "train: {steps: 0, wram: 1}\ndrafts: {b: {steps: x}}") == [
         "recipe.yaml: train.wram: unknown key; the nearest known one is train.warm",

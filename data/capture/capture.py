@@ -126,7 +126,9 @@ def capture_conversations(
 
     # 1) What is to be answered, the same on all ranks.
     shards = plan_shards(conversations, settings, scored)
-    reusable = None if settings.answers is None else ReusableAnswers(settings.answers, target.fingerprint)
+    reusable = None
+    if settings.answers is not None:
+        reusable = ReusableAnswers(settings.answers, target.fingerprint, target.vocab_size)
     inputs = inputs_record(target.fingerprint, str(target.dtype), conversations, settings, scored)
     header = header_of(target, inputs, len(shards), part and str(part))
     budget = settings.budget

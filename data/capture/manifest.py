@@ -9,14 +9,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from ... import __version__, fingerprint, storage
 from ...errors import CorruptDataError, InputError, MissingFileError, OwnershipError, StaleInputError
 from ...progress import track
 from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target
-from ..conversation import Conversation
+from ..conversation import Conversation, Split
 from ..settings import BudgetSettings, CaptureSettings
-from ..store import FORMAT, HEADER, MANIFEST, SHARDS, check_shard, read_record, shard_path, write_shard
+from ..store import FORMAT, HEADER, MANIFEST, SHARDS, check_shard, is_manifest, read_record, shard_path, write_shard
 from .plan import PLAN_VERSION, ShardPlan, plan_shards, settings_record
 from .reuse import answers_digest
 from .scheduler import ShardAnswers
@@ -24,6 +26,48 @@ from .scheduler import ShardAnswers
 Json = dict[str, Any]
 
 PART = "part"
+
+
+class _PartRecord(BaseModel):
+    """What a join reads of a shard's record, which another machine wrote."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    split: Split
+    bytes: int
+    sha256: str
+    samples: int
+    tokens: int
+    seconds: float
+    domains: dict[str, dict[str, int]]
+    skipped: list[dict[str, str]]
+
+
+class _PartHeader(BaseModel):
+    """What a join reads of a part's header."""
+
+    model_config = ConfigDict(strict=True)
+
+    tokenizer: str
+    template: str
+    vocab_size: int
+    stop_ids: list[int]
+    special_ids: list[int]
+    settings: dict[str, Any]
+
+
+class _Cut(BaseModel):
+    ended_by: str
+    limits: dict[str, Any]
+
+
+class _PartManifest(_PartHeader):
+    """What a join reads of a part's manifest."""
+
+    versions: dict[str, str]
+    shards: list[dict[str, Any]]
+    budget: _Cut | None = None
 
 
 def inputs_record(
@@ -304,6 +348,7 @@ def join(
         copies = [(part, record) for part, manifest in manifests for record in manifest["shards"]]
         for part, listed in track(copies, "Joining", unit="shards"):
             record = read_record(part, listed["name"])
+            _check(_PartRecord, record, part / SHARDS / f"{listed['name']}.json")
 
             # The record must be the one that the part's manifest lists, and agree with a shard that is here already.
             if record["sha256"] != listed["sha256"]:
@@ -314,7 +359,7 @@ def join(
             records[record["name"]] = record
 
         # 3) Write the manifest that one machine would have written.
-        cuts = [manifest["budget"] for _, manifest in manifests if "budget" in manifest]
+        cuts = [manifest["budget"] for _, manifest in manifests if manifest.get("budget")]
         ended_by, limits = (cuts[0]["ended_by"], cuts[0]["limits"]) if cuts else (None, {})
         storage.write_json(folder / MANIFEST, manifest_of(header, shards, records, ended_by, limits))
 
@@ -354,6 +399,7 @@ def _read_part(folder: Path, inputs: Json) -> tuple[Part, Json]:
     header = storage.read_object(folder / HEADER)
     if PART not in header:
         raise InputError(f"--join {folder}: a whole capture, not a part of one")
+    _check(_PartHeader, header, folder / HEADER)
     differing = differences(header, inputs)
     if differing:
         raise StaleInputError(f"{folder}: captured with another {', '.join(differing)}")
@@ -362,9 +408,24 @@ def _read_part(folder: Path, inputs: Json) -> tuple[Part, Json]:
     if not (folder / MANIFEST).is_file():
         raise MissingFileError(f"{folder}: part {part} is not finished; run it again with --part {part}")
     manifest = storage.read_object(folder / MANIFEST)
+    _check(_PartManifest, manifest, folder / MANIFEST)
+    if not is_manifest(manifest) or any(manifest.get(name) != value for name, value in header.items()):
+        raise CorruptDataError(f"{folder / MANIFEST}: not the manifest of a part")
     for record in manifest["shards"]:
         check_shard(folder, record)
     return part, manifest
+
+
+def _check(model: type[BaseModel], value: Json, path: Path) -> None:
+    """Raise CorruptDataError, naming the file and the field, for JSON that is none of the model's."""
+    try:
+        model.model_validate(value)
+        fingerprint.of_json(value)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise CorruptDataError(f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
+    except ValueError as error:
+        raise CorruptDataError(f"{path}: holds a number or text that has no JSON ({error})") from None
 
 
 def _copy(part: Path, folder: Path, record: Json) -> None:

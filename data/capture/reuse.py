@@ -8,7 +8,6 @@ An answer is used where the same target is asked the same prompt at the same sam
 Shapes: N answer tokens, C of them at a time, M tail draws.
 """
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from ...specdec.targets import Target
 from ..batches import collate
 from ..conversation import SPLITS
 from ..settings import CaptureSettings
-from ..store import MANIFEST, SHARDS, Capture, Sample, check_shard, read_record, shard_path
+from ..store import MANIFEST, SHARDS, Capture, Sample, check_shard, read_record, shard_path, spans
 from ..teacher_logprobs import emitted_logp, stored_signals
 from .plan import TurnRequest, tail_seed_of
 
@@ -49,8 +48,12 @@ class _Kept(NamedTuple):
 
 
 def answers_digest(folder: Path) -> str:
-    """Digest (64 hex digits) of a folder of recorded answers."""
-    return fingerprint.of_json(storage.read_object(folder / INDEX))
+    """Digest (64 hex digits) of a folder of recorded answers. Raises MissingFileError or CorruptDataError."""
+    index = storage.read_object(folder / INDEX)
+    try:
+        return fingerprint.of_json(index)
+    except ValueError as error:
+        raise CorruptDataError(f"{folder / INDEX}: holds a number or text that has no JSON ({error})") from None
 
 
 def save_answers(capture: Capture, folder: Path) -> int:
@@ -80,8 +83,11 @@ def save_answers(capture: Capture, folder: Path) -> int:
 class ReusableAnswers:
     """The answers of one folder, by the id of their turn."""
 
-    def __init__(self, folder: Path, target_fingerprint: str) -> None:
-        """Read `folder`. Raises MissingFileError, CorruptDataError, or StaleInputError for another target's."""
+    def __init__(self, folder: Path, target_fingerprint: str, vocab_size: int) -> None:
+        """Read `folder`, of a target with so many tokens.
+
+        Raises MissingFileError, CorruptDataError, or StaleInputError for another target's.
+        """
         # 1) The index must be of this format and of this target.
         index = storage.read_object(folder / INDEX)
         if index.get("format") != FORMAT or not isinstance(index.get("files"), dict):
@@ -99,7 +105,7 @@ class ReusableAnswers:
                 raise MissingFileError(f"{path}: no such file, {INDEX} names it")
             if fingerprint.of_file(path) != digest:
                 raise CorruptDataError(f"{path}: sha256 is not the one in {INDEX}")
-            self._kept.update(_read(path))
+            self._kept.update(_read(path, vocab_size))
 
     def find(self, turn: TurnRequest, prompt_ids: Sequence[int], room: int) -> DecodedAnswer | None:
         """Find the recorded answer to a prompt, cut to `room` tokens; None: there is none, or it is too short."""
@@ -167,13 +173,19 @@ def _tokens(sample: Sample) -> int:
     return len(sample.prompt_ids) + len(sample.answer_ids)
 
 
-def _read(path: Path) -> Iterator[tuple[str, _Kept]]:
+def _read(path: Path, vocab_size: int) -> Iterator[tuple[str, _Kept]]:
     try:
         # Answers are views into one tensor of ids.
         with safe_open(path, framework="pt") as file:
-            records: list[list[Any]] = json.loads(file.metadata()["records"])
-            ids, offsets = file.get_tensor("ids").int(), file.get_tensor("offsets").tolist()
-        for (name, prompt, finish), (start, end) in zip(records, itertools.pairwise(offsets), strict=True):
+            records: list[list[Any]] = storage.parse_json(file.metadata()["records"])
+            ids, offsets = file.get_tensor("ids"), file.get_tensor("offsets")
+        ends, largest = spans(ids, offsets), int(ids.long().max()) if len(ids) else 0
+        if largest >= vocab_size:
+            raise ValueError(f"token {largest}: the target has {vocab_size}")
+        ids = ids.int()
+        for (name, prompt, finish), (start, end) in zip(records, ends, strict=True):
+            if finish not in ("stop", "length"):
+                raise ValueError(f"an answer's end must be stop or length, not {str(finish)[:40]!r}")
             yield str(name), _Kept(str(prompt), finish, ids[start:end])
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
         raise CorruptDataError(f"{path}: unreadable ({error})") from None

@@ -7,9 +7,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from draftforge import fingerprint, storage
 from draftforge.data.mix import (
     CONVERSATIONS,
     FORMAT,
@@ -333,3 +335,23 @@ def test_what_a_field_names_is_refused_by_the_fields_name(changes: dict[str, Any
     with pytest.raises(DraftforgeError, match=says):
         build(tmp_path, lines, **changes)
     assert not (tmp_path / "mix").exists()
+
+
+@pytest.mark.parametrize("column", ["id", "cluster", "split", "signature", "turn_keys"])
+def test_members_of_an_ancestor_are_what_a_mix_writes(column: str, tmp_path: Path) -> None:
+    """The ancestor may be another's, whose digests agree."""
+    lines = [line(i) for i in range(60)]
+    old = build(tmp_path, lines, "old")
+    table, manifest = pq.read_table(old / MEMBERS), load_manifest(old)
+    at, kind = table.column_names.index(column), table.schema.field(column)
+    odd = [table.drop_columns(column), table.set_column(at, kind, pa.nulls(len(table), kind.type))]
+    odd.append(table.set_column(at, column, pa.array([7] * len(table))))
+    if kind.type == pa.string():
+        texts = pa.Array.from_buffers(kind.type, len(table), pa.array([b"\xff"] * len(table)).buffers())
+        odd.append(table.set_column(at, kind, texts))
+    for one in odd:
+        pq.write_table(one, old / MEMBERS)
+        files = manifest["files"] | {MEMBERS: fingerprint.of_file(old / MEMBERS)}
+        storage.write_json(old / "manifest.json", manifest | {"files": files})
+        with pytest.raises(CorruptDataError, match=r"members\.parquet: "):
+            build(tmp_path, lines, "heir", ancestors=["old"])

@@ -13,9 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftforge.errors import InputError, LockedError
+from draftforge.errors import CorruptDataError, InputError, LockedError
 from draftforge.eval import cost_table
 from draftforge.eval.acceptance import Estimate
+from draftforge.eval.cost_model import CostFit
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
 from draftforge.eval.settings import ScoreSettings
 from draftforge.specdec.models import CausalModel
@@ -67,6 +68,26 @@ def test_weights_do_not_change_the_key_but_shapes_do(target: CausalModel) -> Non
 def test_hardware_is_named() -> None:
     name = cost_table.hardware_name(torch.device("cpu"))
     assert name.endswith(f", {torch.get_num_threads()} threads") and len(name) > len(", 1 threads")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("verify_seconds", value) for value in (0.0, 5e-324, 1e300)),
+        *((name, 10**400) for name in ("levels", "tokens", "context_tokens", "rounds")),
+        *(("batch_size", value) for value in (3, 10**30)),
+    ],
+)
+def test_times_of_another_machine_can_be_fitted_or_are_refused(name: str, value: float, tmp_path: Path) -> None:
+    path = tmp_path / "theirs.json"
+    cost_table.write_tables(path, [loads.grid_table(lambda B, L, N, C: 1e-4 * L, [1, 2])])
+    known = json.loads(path.read_text())
+    assert CostFit(cost_table.read_tables(path)[0]).rounds
+    point = next(one for one in known["fits"][0]["points"] if one["way"] != cost_table.PLAIN_WAY)
+    point[name] = value
+    path.write_text(json.dumps(known))
+    with pytest.raises(CorruptDataError, match=r"theirs\.json: fits"):
+        cost_table.read_tables(path)
 
 
 def test_times_are_measured_once(target: CausalModel, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -141,6 +143,14 @@ def test_a_broken_recipe_offers_no_names(ask: Callable[..., list[str]], tmp_path
     (tmp_path / "r.yaml").write_text("drafts: [")
     assert ask("bash", "train", "r.yaml", "--draft", "") == []
     assert ask("bash", "distill", "r.yaml", "workdir_a") == ["workdir_access="]
+
+
+def test_a_pipe_holds_no_shell(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "r.yaml")
+    (tmp_path / "large.yaml").write_text("name: x\n" + "#" * 200_000)
+    for name in ("r.yaml", "large.yaml"):
+        ctx: Any = SimpleNamespace(params={"recipe": tmp_path / name}, args=[])
+        assert completion._recipe(ctx) == {}
 
 
 def test_fixed_values_are_those_of_the_verbs() -> None:

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from captures import MIX, SCORED, assert_same_answers
@@ -14,7 +16,7 @@ from draftforge.data.capture.manifest import Part, check_part, join, parse_part
 from draftforge.data.capture.plan import plan_shards
 from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
-from draftforge.errors import CorruptDataError, InputError, MissingFileError, StaleInputError
+from draftforge.errors import CorruptDataError, DraftforgeError, InputError, MissingFileError, StaleInputError
 from draftforge.specdec.targets import Target
 
 
@@ -99,6 +101,29 @@ def test_what_cannot_be_joined_is_named(target: Target, made: Path, parts: list[
     with pytest.raises(MissingFileError, match="part 2/3 is not finished; run it again with --part 2/3"):
         joined(target, parts)
     assert not (one.parent / "joined").exists()
+
+
+ODD: list[Any] = [None, -1.5, "x", "\ud800", float("nan"), [], {}, [[]], {"a": {"b": "9"}}]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_odd_records_of_a_part_are_one_line(target: Target, parts: list[Path], odd: Any) -> None:
+    """Another machine wrote them."""
+    shard = next((parts[1] / "shards").glob("*.json"))
+    read = {
+        shard: ("domains", "samples", "skipped"),
+        parts[1] / "manifest.json": ("settings", "shards", "versions", "vocab_size"),
+        parts[1] / "header.json": ("settings", "vocab_size"),
+    }
+    for path, names in read.items():
+        whole = path.read_text()
+        known = json.loads(whole)
+        for name in names:
+            path.write_text(json.dumps(known | {name: odd}))
+            with pytest.raises(DraftforgeError) if odd not in ([], {}) else suppress(DraftforgeError):
+                joined(target, parts)
+            shutil.rmtree(parts[0].parent / "joined", ignore_errors=True)
+        path.write_text(whole)
 
 
 def test_a_damaged_part_is_named_and_may_be_made_again(target: Target, made: Path, parts: list[Path]) -> None:

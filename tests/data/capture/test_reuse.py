@@ -4,11 +4,14 @@ from pathlib import Path
 
 import pytest
 from captures import assert_same_answers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import draftforge.data.capture.capture as capturing
 import draftforge.data.capture.scheduler as answering
-from draftforge import storage
-from draftforge.data.capture.reuse import INDEX, ReusableAnswers, save_answers
+from draftforge import fingerprint, storage
+from draftforge.data.capture.reuse import INDEX, ReusableAnswers, answers_digest, save_answers
 from draftforge.data.conversation import SPLITS, Conversation, Message
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
@@ -83,11 +86,36 @@ def test_refusals(drawn: Capture, target: Target, tmp_path: Path) -> None:
     folder = tmp_path / "answers"
     save_answers(drawn, folder)
     with pytest.raises(StaleInputError, match=r"capture\.answers: .*: of target"):
-        ReusableAnswers(folder, "0" * 64)
+        ReusableAnswers(folder, "0" * 64, target.vocab_size)
     file = next(folder.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(CorruptDataError, match=r"sha256 is not the one in answers\.json"):
-        ReusableAnswers(folder, target.fingerprint)
+        ReusableAnswers(folder, target.fingerprint, target.vocab_size)
     storage.write_json(folder / INDEX, {"format": 7})
     with pytest.raises(CorruptDataError, match="not an index of recorded answers"):
-        ReusableAnswers(folder, target.fingerprint)
+        ReusableAnswers(folder, target.fingerprint, target.vocab_size)
+
+
+def test_ids_that_are_none_of_the_targets_are_refused(drawn: Capture, target: Target, tmp_path: Path) -> None:
+    """The folder may be another's: an id without an embedding would end the pass over the answers by a traceback."""
+    folder = tmp_path / "answers"
+    save_answers(drawn, folder)
+    (file,), index = folder.glob("*.safetensors"), storage.read_object(folder / INDEX)
+    with safe_open(file, "pt") as stored:
+        records = stored.metadata()["records"]
+    ids, offsets = (load_file(file)[name].long() for name in ("ids", "offsets"))
+    odd: list[tuple[dict[str, Tensor], str]] = [
+        ({"ids": ids + target.vocab_size}, records),
+        *(({"ids": changed}, records) for changed in (-ids - 1, ids[:, None], ids.float(), ids > 0, ids[0], ids[:-1])),
+        *(({"offsets": changed}, records) for changed in (offsets.flip(0), -offsets, offsets + 1, offsets[1:])),
+        *(({}, text) for text in ("[" * 200, "5", records.replace("stop", "x").replace("length", "x"))),
+    ]
+    for changes, text in odd:
+        tensors = {"ids": ids, "offsets": offsets} | changes
+        save_file({name: one.contiguous() for name, one in tensors.items()}, file, {"records": text})
+        storage.write_json(folder / INDEX, index | {"files": {file.name: fingerprint.of_file(file)}})
+        with pytest.raises(CorruptDataError, match=rf"{file.name}: unreadable"):
+            ReusableAnswers(folder, target.fingerprint, target.vocab_size)
+    (folder / INDEX).write_text('{"target": NaN}')
+    with pytest.raises(CorruptDataError, match="has no JSON"):
+        answers_digest(folder)
