@@ -6,8 +6,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from .. import __version__, fingerprint, storage
 from ..data.mix import MANIFEST as MIX_MANIFEST
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
@@ -48,15 +46,15 @@ def write_report(space: Workspace, scored: Path, out: Path | None = None) -> Pat
     path = out or scored / REPORT_FILE
     # Records have no schema of their own: whatever drawing trips over means that another version wrote them.
     try:
-        page = report_page(_records(space, scored))
-    except DraftforgeError:
+        page = report_page(_records(space, scored)).encode()
+    except (DraftforgeError, MemoryError, OSError):
         raise
-    except (LookupError, TypeError, ValueError, ArithmeticError, TemplateError) as error:  # of another draftforge
+    except Exception as error:
         raise CorruptDataError(
             f"{scored / SCORES_FILE}: not the record of a score of draftforge {__version__} "
             f"({type(error).__name__}: {error}); run `draftforge score` again"
         ) from error
-    storage.write_bytes(path, page.encode())
+    storage.write_bytes(path, page)
     say(f"report: {path}")
     return path
 

@@ -209,7 +209,7 @@ def _is_event(value: Any) -> bool:
 def _event(value: Mapping[str, Any]) -> dict[str, Any]:
     """What a tag says of a move: the versions, and texts that a file and a database can hold."""
     texts = {key: utf8(value[key]) for key in _TEXTS if isinstance(value.get(key), str)}
-    return texts | {"from": value["from"], "to": value["to"]}
+    return texts | {"from": value.get("from"), "to": value.get("to")}
 
 
 def _is_version(value: Any) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from draftforge import storage
 from draftforge.errors import CorruptDataError, DiskFullError, FormatError, InputError
-from draftforge.specdec.formats.tensors import read_tensors
+from draftforge.specdec.formats.tensors import read_tensors, read_types
 from draftforge.storage import Access, clear_leftover, new_folder, read_json, require_free_space, restrict, size_text
 
 
@@ -102,6 +102,10 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
         read_json(tmp_path / "config.json")
     with pytest.raises(FormatError, match=r"model\.safetensors: must be a regular file"):
         read_tensors(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(FormatError, match=r"model\.safetensors: must be a regular file, is a link to none"):
+        read_types(tmp_path)
 
 
 def test_a_text_that_an_option_names_is_read_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,8 +122,8 @@ def weight_files(folder: Path) -> list[Path]:
     converts them."""
     files = sorted(folder.glob("*.safetensors"))
     odd = next((path for path in files if not path.is_file()), None)
-    if odd is not None and odd.exists():
-        raise FormatError(f"{odd}: must be a regular file")
+    if odd is not None:
+        raise FormatError(f"{odd}: must be a regular file" + ("" if odd.exists() else ", is a link to none"))
     if files:
         return files
     # Without safetensors: name the pickle that most likely holds the weights.

@@ -1,8 +1,10 @@
 """The report of a real (tiny) run: where it lies, what it says, and that drawing it again loads nothing."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distilled import Distilled
@@ -15,7 +17,7 @@ from draftforge.pipeline.scoring import SCORES_FILE
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
 from draftforge.specdec.targets import Target
-from draftforge.storage import read_object, write_json
+from draftforge.storage import read_object
 
 WriteRecipe = Callable[..., Path]
 
@@ -67,8 +69,11 @@ def test_a_run_leaves_a_report_that_is_drawn_again_without_a_model(
 
     changed = Workspace(load_recipe(path, ["score.draft_tokens=[1]"]))
     assert find_scored(changed) == folder  # the newest, as there is none of its own
-    write_json(tmp_path / SCORES_FILE, {"rows": []})
-    with pytest.raises(CorruptDataError, match=r"scores\.json: not the record of a score of .*run `draftforge"):
-        write_report(space, tmp_path)
+    scores = read_object(folder / SCORES_FILE)
+    records: list[dict[str, Any]] = [{"rows": []}, scores | {"times": "x"}, scores | {"capture": "\ud800"}]
+    for odd in records:
+        (tmp_path / SCORES_FILE).write_text(json.dumps(odd))
+        with pytest.raises(CorruptDataError, match=r"scores\.json: not the record of a score of .*run `draftforge"):
+            write_report(space, tmp_path)
     log_report(space, tmp_path, None)  # type: ignore[arg-type]
     assert "no report: " in capsys.readouterr().err

@@ -468,6 +468,8 @@ def test_texts_of_moves_are_such_as_files_and_databases_hold() -> None:
     odd = MOVE | {"why": "a\ud800", "at": float("nan"), "more": "\ud800"}
     model: Any = SimpleNamespace(tags={HISTORY_TAG: json.dumps([odd])}, aliases={CHAMPION: "1"})
     assert champion_alias._events(model, None) == [{"event": "promote", "why": "a\\ud800", "from": None, "to": 1}]
+    model.tags = {HISTORY_TAG: "[{}]"}
+    assert champion_alias._events(model, None) == [{"from": None, "to": None}]
     model.tags = {MOVE_TAG: json.dumps(odd | {"at": "\ud800"})}
     made = champion_alias._made_move(model)
     assert made == MOVE | {"why": "a\\ud800", "at": "\\ud800"}
