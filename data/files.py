@@ -104,7 +104,8 @@ def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
 
     They are sorted by name; files of one rotated log by time, the oldest first. A folder's files whose name starts with
     a dot are left out. Raises MissingFileError, and InputError for a name that is not UTF-8, a folder that cannot be
-    read, and a link out of the folder (of a pattern: the one that its beginning names) unless these are followed.
+    read, a link to nothing, and one out of the folder (of a pattern: the one that its beginning names) unless these are
+    followed.
     """
     # A folder: all files in it and below.
     path = base_dir / name
@@ -115,8 +116,8 @@ def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
         return _by_time(found if follow_links else _inside(found, path))
     # A pattern, unless a file has that very name.
     if not path.exists() and glob.has_magic(name):
-        matches = [base_dir / match for match in glob.glob(name, root_dir=base_dir, recursive=True)]  # noqa: PTH207  absolute patterns too
-        files = {match for match in matches if match.is_file()}
+        matches = _matches(base_dir, name)
+        files = {match for match in matches if _is_file(match)}
         files.update(file for match in matches if match.is_dir() for file in _files_below(match, follow_links))
         found = sorted(files)
         if not found:
@@ -126,16 +127,47 @@ def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
     return [require_file(path)]
 
 
+def _matches(base_dir: Path, pattern: str) -> list[Path]:
+    """Files and folders that match a pattern. Raises InputError for a folder on the way that cannot be read, and a link
+    to nothing, both of which `glob` passes over."""
+
+    def found(pattern: str) -> list[Path]:
+        return [base_dir / match for match in glob.glob(pattern, root_dir=base_dir, recursive=True)]  # noqa: PTH207  absolute patterns too
+
+    steps = Path(pattern).parts
+    for count in range(1, len(steps)):
+        for folder in found(str(Path(*steps[:count]))):
+            if not _is_file(folder) and folder.is_dir():
+                _require_readable(folder)
+    return found(pattern)
+
+
+def _require_readable(folder: Path) -> None:
+    """Raise InputError unless the names in a folder, and what they name, can be read."""
+    try:
+        os.scandir(f"{folder}/.").close()  # the dot is looked up in it
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a path is a file, and no folder or pipe. Raises InputError for a link to nothing."""
+    if path.is_symlink() and not path.exists():
+        raise InputError(f"{path}: is a link to nothing; remove it, or bring back what it leads to")
+    return path.is_file()
+
+
 def _files_below(folder: Path, follow_links: bool) -> Iterator[Path]:
     """Yield the files of a folder and below that are not hidden, those of each folder once, whatever links lead to it.
 
-    Raises InputError for a folder that cannot be read, and for a link to one outside unless these are followed.
+    Raises InputError for a folder that cannot be read, a link to nothing, and one to a folder outside unless these are
+    followed.
     """
     root = folder.resolve()
     seen = {root}
     for place, folders, names in os.walk(folder, onerror=_unreadable, followlinks=True):
         found = [Path(place, name) for name in sorted(names) if not name.startswith(".")]
-        yield from (file for file in found if file.is_file())
+        yield from filter(_is_file, found)
         inner = [Path(place, name) for name in sorted(folders) if not name.startswith(".")]
         if not follow_links:
             _inside(inner, folder)
@@ -303,13 +335,27 @@ def _objects(file: _Open, column: str | None) -> Iterator[Item]:
 
 
 def _opened(paths: Sequence[Path], title: str, limits: Limits) -> Iterator[_Open]:
-    """Each file in turn, under one progress bar; without a title, under none."""
-    total = sum(require_file(path).stat().st_size for path in paths)
+    """Each file in turn, under one progress bar; without a title, under none.
+
+    Raises InputError for one that was replaced or cut since the first one was opened, as a log that is rotated.
+    """
+    begun = [require_file(path).stat() for path in paths]
+    total = sum(file.st_size for file in begun)
     unit, name = size_unit(total)
     with progress.bar(title, total / unit, name) if title else nullcontext(lambda amount: None) as advance:
-        for path in paths:
-            with path.open("rb") as raw:
+        for path, before in zip(paths, begun):
+            with require_file(path).open("rb") as raw:
+                _require_same(path, before, os.fstat(raw.fileno()))
                 yield _Open(path, _unpack(path, raw, limits), _ticks(raw, advance, unit), limits)
+                _require_same(path, before, os.fstat(raw.fileno()))
+
+
+def _require_same(path: Path, before: os.stat_result, now: os.stat_result) -> None:
+    """Raise InputError unless a file is the one that it was, and has lost nothing: more may have been written to it."""
+    changed = (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns)
+    # Some network file systems give a file another number each time.
+    if now.st_size < before.st_size or (changed and now.st_ino != before.st_ino):
+        raise InputError(f"{path}: was replaced or cut while its source was read, as a rotated log is; read it again")
 
 
 def _ticks(raw: IO[bytes], advance: progress.Advance, unit: float) -> Callable[[], None]:

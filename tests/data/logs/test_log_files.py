@@ -5,6 +5,7 @@ import gc
 import gzip
 import json
 import lzma
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,68 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("os.scandir", refused)
     with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)"):
         files.find(tmp_path.parent, tmp_path.name)
+
+
+@pytest.mark.parametrize("pattern", ["*/x.txt", "*/*.txt", "**/*.txt", "*/deep/x.txt", "**"])
+def test_a_folder_on_the_way_of_a_pattern_that_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    for name in ("a/x.txt", "a/deep/x.txt", "b/x.txt", "b/deep/x.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert files.find(tmp_path, pattern)
+    listed = os.scandir
+
+    def some(path: Any = ".") -> Any:
+        if Path(path) == tmp_path / "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr("os.scandir", some)
+    with pytest.raises(InputError, match=r"/b: cannot be read \(Permission denied\)"):
+        files.find(tmp_path, pattern)
+
+
+@pytest.mark.parametrize("name", ["logs", "logs/*.txt", "logs/**", "*/lost.txt", "*/*/x.txt"])
+def test_a_link_to_nothing_is_an_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "logs" / "a").mkdir(parents=True)
+    for kept in ("logs/kept.txt", "logs/a/x.txt"):
+        (tmp_path / kept).touch()
+    (tmp_path / "logs" / "lost.txt").symlink_to("gone")
+    for follow_links in (False, True):
+        with pytest.raises(InputError, match=r"lost\.txt: is a link to nothing"):
+            files.find(tmp_path, name, follow_links)
+
+
+@pytest.mark.parametrize("rotation", ["renamed", "copied and cut", "moved away"])
+def test_a_log_that_is_rotated_while_it_is_read_is_an_error(tmp_path: Path, rotation: str) -> None:
+    old, log = tmp_path / "log.1", tmp_path / "log"
+    for path in (old, log):
+        path.write_bytes(b"".join(LINES))
+    found = files.objects(files.find(tmp_path, "."), "")
+    next(found)
+    with log.open("ab") as more:  # what is written meanwhile does no harm
+        more.write(LINES[0])
+    if rotation == "copied and cut":
+        old.write_bytes(log.read_bytes())
+        log.write_bytes(b"")
+    else:
+        old.rename(tmp_path / "log.2")
+        log.rename(old)
+    if rotation == "renamed":
+        log.write_bytes(LINES[0])
+    with pytest.raises((InputError, MissingFileError), match=r"log: (was replaced or cut|no such file)"):
+        list(found)
+
+
+def test_a_log_that_grows_while_it_is_read_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(LINES[0])
+    found = files.objects([log], "")
+    next(found)
+    with log.open("ab") as more:
+        more.write(LINES[1])
+    assert len(list(found)) <= 1
 
 
 ROTATED = [
