@@ -318,7 +318,7 @@ def training_cost(settings: Eagle3Settings | SmallSettings, target: TargetShapes
     family, shapes = family_of(settings), target.shapes
     draft = cast(nn.Module, family.check(settings, lambda: cast(Target, shapes)))
     family.freeze(cast(Any, draft), settings)
-    footprint = DiskFootprint.expected(draft, None, settings)
+    footprint = DiskFootprint.expected(draft, None)
     layers, beside = draft_layers(draft), target if family.needs_target(settings) else None
     # 2) Time: the target's layers, heads, the loss, the draft's layers and attention; forward and backward are three
     # products.
@@ -336,7 +336,7 @@ def training_cost(settings: Eagle3Settings | SmallSettings, target: TargetShapes
     # 3) Memory: weights of both, gradients and optimizer, activations of a micro-batch, logits.
     micro = settings.tokens_per_step / max(1, settings.accumulation) / count
     sharded = count if settings.zero_stage else 1
-    standing = 8 * footprint.parameters + (12 if footprint.averaged else 8) * footprint.parameters / sharded
+    standing = 8 * footprint.parameters + 8 * footprint.parameters / sharded
     standing += 2 * target.parameters if beside is not None else 0
     kept = micro * ahead * _ACTIVATION_BYTES[settings.family] * layers.activations
     memory = standing + kept + 2 * settings.logits_bytes + 4 * vocabulary * hidden

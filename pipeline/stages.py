@@ -453,7 +453,7 @@ def _check_start(stages: Stages, settings: Settings) -> DiskFootprint | None:
     if draft is None:
         return None
     family.freeze(draft, settings)
-    return DiskFootprint.expected(draft, family.beside(settings, lambda: space.target), settings)
+    return DiskFootprint.expected(draft, family.beside(settings, lambda: space.target))
 
 
 def _start_draft(stages: Stages, settings: Settings) -> DraftModule | None:

@@ -6,8 +6,9 @@
 
 Prompts are JSON lines with `domain` and `turns`. Those of --prompts, and those that the target makes up itself
 (--self-prompts), train; those of --eval only judge, each as a domain. Figures go to OUT/results.json and to the screen,
-tau by context length among them. With --dialogue-turns 30 prompts are joined into dialogues, which the target answers
-turn by turn until its context is full, so that all lengths of context are trained on and judged by the same prompts.
+tau by context length among them. With --eval-turns 30 the prompts that judge are joined into dialogues, which the
+target answers turn by turn until its context is full, so that the same prompts judge all lengths; --train-turns joins
+those that train.
 """
 
 import gzip
@@ -56,7 +57,8 @@ def main(
     held: Annotated[list[Path] | None, typer.Option("--holdout", help="Prompts to keep out of everything.")] = None,
     answers: Annotated[Path | None, typer.Option(help="Recorded answers to start from.")] = None,
     self_prompts: Annotated[int, typer.Option(help="Prompts to sample from the target into OUT/self.jsonl.gz.")] = 0,
-    dialogue_turns: Annotated[int, typer.Option(help="Join prompts into dialogues of so many turns; 0: do not.")] = 0,
+    train_turns: Annotated[int, typer.Option(help="Join what trains into dialogues of so many turns; 0: do not.")] = 0,
+    eval_turns: Annotated[int, typer.Option(help="The same of what judges.")] = 0,
     record: Annotated[bool, typer.Option(help="Only capture, and keep the answers in OUT/answers.")] = False,
     draft: Annotated[list[str] | None, typer.Option(help="Only this draft of the recipe; may be given again.")] = None,
     recipe: Annotated[Path, typer.Option(help="What is trained, and how.")] = RECIPE,
@@ -67,10 +69,11 @@ def main(
     training = list(prompts or [])
     if self_prompts:
         training.append(sample_prompts(settings.target, self_prompts, out / "self.jsonl.gz"))
+    if train_turns:
+        training = [join_prompts(training, train_turns, out / "dialogues-train.jsonl")]
     judging = list(judged or [])
-    if dialogue_turns:
-        training = [join_prompts(training, dialogue_turns, out / "dialogues-train.jsonl")]
-        judging = [join_prompts(judging, dialogue_turns, out / "dialogues.jsonl")]
+    if eval_turns:
+        judging = [join_prompts(judging, eval_turns, out / "dialogues.jsonl")]
     sources = [source(path, "train") for path in training] + [source(path, "selection") for path in judging]
     sources += [source(path, "holdout") | {"limit": _HELD} for path in held or []]
     chosen = [f"mix.sources={json.dumps(sources)}", f"workdir={out / 'work'}"]

@@ -9,7 +9,7 @@ Shapes: A micro-batches of a rank's step, S steps ahead that are trained (and th
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +36,7 @@ from .losses.linear_head import AGREE, ALPHA, COUNT, LOSS
 from .losses.schedule import describe as describe_objective
 from .losses.schedule import phase_at
 from .memory_estimate import DiskFootprint, explain_out_of_memory, longest_step, peak_memory, reset_peak_memory
-from .optimizers import Moments, averages, learning_rate, make_optimizer, reset_state
+from .optimizers import learning_rate, make_optimizer, reset_state
 from .settings import Settings
 from .stopping import CheckpointScore, StopRequest, TrainingStoppedError, best_steps, on_sigterm, stalled
 from .throughput import MetricLog, MetricSink, Pace, extend_digest, print_training_plan, smooth
@@ -101,7 +101,7 @@ def train(
         state = LoopState() if restored is None else restored.state
         if restored is not None:
             load_weights(family, restored.weights)
-        footprint = DiskFootprint.from_family(family, settings)  # before an engine shards it
+        footprint = DiskFootprint.from_family(family)  # before an engine shards it
 
         # 4) engine: optimizer and sharding; then whatever can fail does so now, before hours of work
         optimizer = make_optimizer(family, settings)
@@ -437,10 +437,9 @@ class Trainer:
         if self.scorer is None:
             return
         state, figures = self.state, list[float]()
-        moments = self.engine.moments() if self.settings.ema_decay else {}
         # The draft is saved as it would be served, scored from there, and deleted. All ranks unshard it together.
         with checkpoints.temporary_draft_folder(self.folder) as temporary:
-            with self.served_weights(moments):
+            with self.engine.unsharded():
                 # Rank 0 writes the draft while it is whole.
                 if self.ranks.first:
                     save_draft(self.family.export(), temporary, self.meta(), self.folder / INIT)
@@ -466,7 +465,7 @@ class Trainer:
         # Collective calls, on every rank: gather weights, moments and random states.
         weights, moments, rng = self.engine.weights(), self.engine.moments(), checkpoints.rng_state(self.ranks)
         # Rank 0 writes; the space is checked before the first byte.
-        with self.served_weights(moments):
+        with self.engine.unsharded():
             if self.ranks.first:
                 require_free_space(self.folder, self.footprint.checkpoint)
                 checkpoints.save(
@@ -483,25 +482,6 @@ class Trainer:
 
         # No rank goes on before the checkpoint is complete.
         self.ranks.barrier(f"{self.folder.name}: the checkpoint of step {self.state.step}")
-
-    @contextmanager
-    def served_weights(self, moments: Moments) -> Iterator[None]:
-        """Context in which the family's parameters are whole on every rank, and their averages where the recipe
-        averages them, whose `moments` it then takes. All ranks enter it."""
-        with self.engine.unsharded():
-            if not self.settings.ema_decay:
-                yield
-                return
-            # Parameters point at other memory meanwhile: what was gathered of the trained weights may share theirs.
-            parameters = self.family.trainable()
-            trained = {name: parameter.data for name, parameter in parameters.items()}
-            for name, mean in averages(moments, self.settings.ema_decay, self.state.step).items():
-                parameters[name].data = mean.to(trained[name])
-            try:
-                yield
-            finally:
-                for name, parameter in parameters.items():
-                    parameter.data = trained[name]
 
     def kept(self) -> list[int]:
         """Scored steps whose drafts stay on disk: the best `keep_best`, the unscored ones and this one."""

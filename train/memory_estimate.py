@@ -23,28 +23,25 @@ class DiskFootprint:
     """Draft folder as it is served."""
     parameters: int
     """Trainable parameters."""
-    averaged: bool = False
-    """Whether the trainer's state holds their averages too."""
 
     @classmethod
-    def from_family(cls, family: Family, settings: Settings) -> "DiskFootprint":
+    def from_family(cls, family: Family) -> "DiskFootprint":
         """Of a training as it begins, before an engine shards it."""
-        trained = sum(parameter.numel() for parameter in family.trainable().values())
-        return cls(family.saved_bytes(), trained, settings.ema_decay > 0)
+        return cls(family.saved_bytes(), sum(parameter.numel() for parameter in family.trainable().values()))
 
     @classmethod
-    def expected(cls, draft: nn.Module, beside: nn.Module | None, settings: Settings) -> "DiskFootprint":
+    def expected(cls, draft: nn.Module, beside: nn.Module | None) -> "DiskFootprint":
         """Of a training that is still to begin: of a draft that is frozen as it will be, and what stands beside it."""
         own, others = list(draft.parameters()), [] if beside is None else list(beside.parameters())
         trained = [one for one in [*own, *others] if one.requires_grad]
         # Adapters beside the draft are merged into what is saved.
         saved = [*own, *(one for one in others if not one.requires_grad)]
-        return cls(bytes_of(saved), sum(one.numel() for one in trained), settings.ema_decay > 0)
+        return cls(bytes_of(saved), sum(one.numel() for one in trained))
 
     @property
     def trainer(self) -> int:
-        """Bytes of trainable weights, two moments and averages, float32: 12 or 16 a parameter."""
-        return (16 if self.averaged else 12) * self.parameters
+        """Bytes of trainable weights and two moments, float32: 12 a parameter."""
+        return 12 * self.parameters
 
     @property
     def checkpoint(self) -> int:

@@ -11,7 +11,6 @@ depend on how it is sharded.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -188,11 +187,9 @@ def _size(shape: torch.Size) -> float:
 
 
 Moments = dict[str, dict[str, Tensor]]
-"""Parameter name -> its moments (exp_avg and exp_avg_sq of AdamW, momentum_buffer of Muon, ema), float32, unsharded."""
+"""Parameter name -> its moments (exp_avg and exp_avg_sq of AdamW, momentum_buffer of Muon), float32, unsharded."""
 COUNTER = "step"
 """AdamW counts its steps beside the moments; the loop knows their number."""
-EMA = "ema"
-"""Moving average of a weight, a moment like the others, so that it is sharded, saved and restored as they are."""
 _SHARE, _MUON = "rate_share", "muon"
 
 
@@ -218,16 +215,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(family: Family, settings: Settings) -> torch.optim.Optimizer:
-    """Optimizer of the recipe, which averages the weights after each step where the recipe says so. The loop sets the
-    rate."""
-    optimizer = _make_optimizer(family, settings)
-    if settings.ema_decay:
-        optimizer.register_step_post_hook(partial(_average, settings.ema_decay))
-    return optimizer
-
-
-def _make_optimizer(family: Family, settings: Settings) -> torch.optim.Optimizer:
-    """AdamW, or Muon with AdamW; decay on matrices only."""
+    """Optimizer of the recipe, AdamW or Muon with AdamW; decay on matrices only. The loop sets the rate."""
     hidden, tables, rest = family.parameter_groups()
     # AdamW alone: matrices and tables decay, the rest does not.
     if settings.optimizer == "adamw":
@@ -259,23 +247,6 @@ def _groups(family: Family, parameters: list[torch.nn.Parameter], share: float, 
         {"params": [p for p in parameters if id(p) in slow], _SHARE: share * family.slow_rate_share, **options},
     ]
     return [group for group in groups if group["params"]]
-
-
-@torch.no_grad()
-def _average(decay: float, optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Add the weights that were just stepped to their moving averages, which begin at zero."""
-    # Of the groups that are present only: DeepSpeed steps one after the other. Its tensors are float32 masters.
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if p in optimizer.state]
-    for parameter in stepped:
-        state = optimizer.state[parameter]
-        if EMA not in state:
-            state[EMA] = torch.zeros_like(parameter)
-        state[EMA].lerp_(parameter, 1 - decay)
-
-
-def averages(moments: Moments, decay: float, steps: int) -> dict[str, Tensor]:
-    """Averaged weights by name after `steps` steps: divided by the sum of their shares, as they began at zero."""
-    return {name: moment[EMA] / (1 - decay**steps) for name, moment in moments.items()}
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

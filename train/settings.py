@@ -56,9 +56,6 @@ class _Training(Section):
     """Second-moment decay of AdamW."""
     clip_norm: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0: never."""
-    ema_decay: float = Field(default=0.0, ge=0, lt=1)
-    """Save and score an exponential moving average of the weights, of which this share stays at every step (0.99: about
-    the last hundred steps); 0: the weights of the last step."""
     objective: Schedule = Field(default=KL)
     """Weights of the objectives that are summed: kl, ce (of the target's likeliest token), tv (the rejection rate),
     reverse_kl, jsd, lk (-log acceptance), lk_hybrid (kl, later tv), expected_length (tokens a round). A weight may be
@@ -123,7 +120,6 @@ class _Training(Section):
         # Settings that nothing reads do not decide the result.
         unused = set() if any("lk_hybrid" in phase.objective for phase in self.phases) else {"lk_eta"}
         unused |= {"patience", "score_conversations"} if self.patience is None else set()
-        unused |= set() if self.ema_decay else {"ema_decay"}  # so that drafts whose records lack it are found
 
         # Without Muon its rate is the default one, under which drafts are recorded.
         read = self if self.optimizer == "muon" else self.model_copy(update={"muon_rate": _MUON_RATE})

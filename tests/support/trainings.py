@@ -34,7 +34,7 @@ EAGLE3 = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON)
 EAGLE = EagleSettings(draft_tokens=2, **COMMON)
 MEDUSA = MedusaSettings(draft_tokens=3, **COMMON)
 MEDUSA_2 = MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON)
-MUON = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", ema_decay=0.6, **COMMON)
+MUON = Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON)
 DFLASH = DFlashSettings(layers=2, draft_tokens=3, **COMMON)
 DSPARK = DFlashSettings(layers=2, draft_tokens=3, markov_rank=8, confidence_weight=0.5, **COMMON)
 FAMILIES = [

@@ -39,8 +39,8 @@ COMMON: dict[str, Any] = {
     "clip_norm": 0.5,
 }
 SETTINGS: dict[str, Settings] = {
-    "small": SmallSettings(layers=2, ema_decay=0.6, **COMMON),
-    "lora": SmallSettings(layers=2, lora=LoraSettings(rank=2), ema_decay=0.6, **COMMON),
+    "small": SmallSettings(layers=2, **COMMON),
+    "lora": SmallSettings(layers=2, lora=LoraSettings(rank=2), **COMMON),
     "onpolicy": SmallSettings(layers=2, on_policy=OnPolicySettings(), row_tokens=120, **COMMON),
     "eagle3": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, **COMMON),
     "eagle": EagleSettings(draft_tokens=2, **COMMON),
@@ -48,9 +48,8 @@ SETTINGS: dict[str, Settings] = {
     "medusa2": MedusaSettings(draft_tokens=2, backbone=BackboneSettings(start_step=2), **COMMON),
     "dflash": DFlashSettings(layers=2, draft_tokens=3, **COMMON),
     "dspark": DFlashSettings(layers=2, draft_tokens=3, markov_rank=6, confidence_weight=1.0, **COMMON),
-    "muon": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", ema_decay=0.6, **COMMON),
+    "muon": Eagle3Settings(draft_vocabulary=200, draft_tokens=3, optimizer="muon", **COMMON),
 }
-"""Those with `ema_decay` save averages of their weights, which are compared like any weights."""
 MATRIX = [
     ("small", 0),
     ("small", 1),

@@ -247,9 +247,9 @@ def test_space_is_known_before_there_are_answers(
     family = family_of(settings)
     draft, beside = family.check(settings, load_tiny_target), family.beside(settings, load_tiny_target)
     family.freeze(draft, settings)
-    before = DiskFootprint.expected(draft, beside, settings)
+    before = DiskFootprint.expected(draft, beside)
     init = store_initial_draft(settings, 0, tiny_capture, tmp_path, load_tiny_target)
-    begun = DiskFootprint.from_family(build(settings, init, load_tiny_target, tiny_capture, CPU), settings)
+    begun = DiskFootprint.from_family(build(settings, init, load_tiny_target, tiny_capture, CPU))
     assert before.parameters == begun.parameters and before.draft == pytest.approx(begun.draft, rel=0.02)
 
 
@@ -270,4 +270,3 @@ def test_space_for_all_that_will_be_kept_is_asked_for_first_and_for_each_checkpo
     assert footprint.bytes_to_write(settings, 4) == 1 * 100 + 100 + 2 * 1200
     assert footprint.bytes_to_write(settings.model_copy(update={"keep_best": 1}), 0) == 2 * 100 + 100 + 2 * 1200
     assert footprint.bytes_to_write(settings, 6) == 0
-    assert DiskFootprint(draft=100, parameters=100, averaged=True).checkpoint == 100 + 1600

@@ -161,42 +161,6 @@ def test_the_rate_of_each_step_is_the_schedules(
     assert rates == [learning_rate(step, 6, 2, 3e-3, 0.1) for step in range(6)]
 
 
-def test_checkpoints_hold_the_moving_average_of_the_weights(
-    tiny_capture: Capture,
-    load_tiny_target: Any,
-    tmp_path: Path,
-    make_recorder: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Those that are kept and those that are scored meanwhile; the training goes on with the weights themselves."""
-    plain, averaged = make_recorder(), make_recorder()
-    steps, scored, original = list[dict[str, torch.Tensor]](), dict[int, dict[str, torch.Tensor]](), loop.Trainer.update
-
-    def noting(self: loop.Trainer, step: OptimizerStep, rate: float) -> float:
-        norm = original(self, step, rate)
-        steps.append({name.removeprefix("draft."): x.double() for name, x in self.engine.weights().items()})
-        return norm
-
-    def score(place: Path, step: int) -> dict[str, float]:
-        scored[step] = dict(load_draft(place, CPU, torch.float32).draft.named_parameters())
-        return {"tau": 1.5, "tau_low": 1.4, "tau_high": 1.6}
-
-    train(SMALL, 0, tiny_capture, tmp_path / "plain", load_tiny_target, plain)
-    monkeypatch.setattr(loop.Trainer, "update", noting)
-    settings = SMALL.model_copy(update={"ema_decay": 0.6, "score_every": 2})
-    folders = train(settings, 0, tiny_capture, tmp_path / "t", load_tiny_target, averaged, score)
-    assert averaged.losses == plain.losses
-    del steps[0]  # the dry run's
-    for folder, step in zip(folders, (2, 4, 6), strict=True):
-        shares = [0.6 ** (step - done) for done in range(1, step + 1)]
-        saved = dict(load_draft(folder, CPU, torch.float32).draft.named_parameters())
-        for name in steps[0]:
-            mean = sum(share * one[name] for share, one in zip(shares, steps)) / sum(shares)
-            for found in (saved[name], scored[step][name]):
-                torch.testing.assert_close(found, torch.as_tensor(mean).float(), rtol=1e-5, atol=1e-6)
-            assert not torch.equal(saved[name], steps[step - 1][name].float())
-
-
 @pytest.mark.slow
 def test_settings_of_the_optimizer_reach_it(
     tiny_capture: Capture, load_tiny_target: Any, tmp_path: Path, make_recorder: Any
