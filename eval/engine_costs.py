@@ -316,6 +316,13 @@ def answer_lengths(count: int, mean: int, most: int) -> list[int]:
     return [mean + sign * one for one in apart for sign in (-1, 1)][:count]
 
 
+def prompt_lengths(known: Sequence[int], count: int, mean: int, most: int) -> list[int]:
+    """Lengths of prompts, in tokens: spread about the mean as the known ones are about theirs."""
+    ranked, scale = sorted(known), mean * len(known) / sum(known)
+    places = [int(number * 0.6180339887498949 % 1 * len(ranked)) for number in range(count)]
+    return [min(max(round(ranked[place] * scale), 1), most) for place in places]
+
+
 def _check_drafts(share: float, drafted: float, K: int, lookup: bool, name: str) -> None:
     """Raise InputError where a server does not draft K tokens in every round; prompt lookup may find less to draft."""
     if lookup and share > 0:
@@ -380,6 +387,7 @@ class _Probe:
     ) -> None:
         self._client, self._settings, self._room, self.K, self.repeated = client, settings, room, K, repeated
         self._text = [token for prompt in prompts for token in prompt]
+        self._lengths = [len(prompt) for prompt in prompts]
 
     def rounds(self, size: int, context: int) -> _SteadyRounds:
         """Rounds of `size` requests at a mean context. Raises EngineError or InputError."""
@@ -418,10 +426,13 @@ class _Probe:
         """
         load = self._settings.load
         assert load is not None
-        # Texts as they are, so that prompt lookup drafts about as often as it will in them.
-        texts = cycle(cut_prompts(self._text, max(size, _TEXTS), load.prompt_tokens))
-        room = _room(size, load.context_tokens)
-        most = self._room - load.prompt_tokens - self.K - 1
+        # Texts as they are, so that prompt lookup drafts about as often as it will in them, and of their lengths: an
+        # engine reads short ones another way than long ones.
+        longest = self._room - 2 * load.answer_tokens - self.K
+        lengths = prompt_lengths(self._lengths, max(size, _TEXTS), load.prompt_tokens, max(longest, load.prompt_tokens))
+        whole = cut_prompts(self._text, len(lengths), max(lengths))
+        texts = cycle([text[:length] for text, length in zip(whole, lengths)])
+        room, most = _room(size, load.context_tokens), self._room - max(lengths) - self.K - 1
 
         def answers(count: int) -> tuple[EngineReading, EngineReading]:
             """What so many answers add while all requests are in flight, and in all."""

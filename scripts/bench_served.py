@@ -5,9 +5,9 @@
 
 vLLM (0.23 to 0.33) lives in an environment of its own and serves the target on this machine: plain, with prompt lookup,
 and with each draft at each K, one server after another. With `--together N`, N of them start side by side, which takes
-hardly longer than one, and are measured one by one while the others have nothing to do; each must then be content with
-a part of the memory. Each server answers the first turn of every prompt at each concurrency, at temperature 0, after a
-warm-up. The answer to a prompt has the same number of tokens everywhere, half to
+hardly longer than one, and are measured one by one while the others have nothing to do, the plain one once more at the
+end; each must then be content with a part of the memory. Each server answers the first turn of every prompt at each
+concurrency, at temperature 0, after a warm-up. The answer to a prompt has the same number of tokens everywhere, half to
 one and a half times `--new-tokens`: answers of one length that begin together would end together, which an operator's
 do not. A server's counters before and after give tau and accepted tokens by position; tokens a second while all
 requests are in flight, beside the plain server's on the same prompts, give the speed-up.
@@ -91,6 +91,7 @@ from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target, load_target_tokenizer
 
 Json = dict[str, Any]
+GRAPH_TOKENS = 512
 app = typer.Typer(add_completion=False)
 
 
@@ -153,7 +154,7 @@ class Bench:
         wrong = next((name for name in settings if before.get(name) != settings[name]), None)
         if wrong is not None:
             raise InputError(f"{self.file}: was measured with another {wrong}; name another folder")
-        for part in ("drafts", "servers", "served", "ours", "failed"):
+        for part in ("drafts", "servers", "served", "again", "ours", "failed"):
             self.found.setdefault(part, {})
 
     def keep(self, part: str, key: str, value: Any) -> None:
@@ -204,17 +205,22 @@ def serve_all(
     waiting = [one for one, missing in left.items() if missing or not (asked["counts"] or times.known(one))]
     with bar("serving", sum(map(len, left.values())), "measurements") as advance:
 
-        def figures_of(setup: Setup, client: VllmClient) -> list[tuple[str, Measured]]:
+        def figures_of(setup: Setup, client: VllmClient) -> Iterator[tuple[str, Measured]]:
             asking = prompts, asked["new_tokens"], asked["seconds"], asked["counts"]
-            return [(measured_key(setup, size), measure(client, setup, size, *asking)) for size in left[setup]]
+            for size in left[setup]:
+                yield measured_key(setup, size), measure(client, setup, size, *asking)
+
+        def late() -> bool:
+            return bool(asked["most_seconds"]) and time.monotonic() - begun > asked["most_seconds"]
 
         for first in range(0, len(waiting), asked["together"]):
             group = waiting[first : first + asked["together"]]
             # Servers are stopped before their requests are waited for.
             with ThreadPoolExecutor(len(group)) as pool, together(bench, vllm, target, group) as clients:
-                at_once = {one: pool.submit(figures_of, one, clients[one][0]) for one in clients if asked["counts"]}
+                some = clients if asked["counts"] else {}
+                at_once = {one: pool.submit(list, figures_of(one, client)) for one, (client, _) in some.items()}
                 for setup, (client, server) in clients.items():
-                    if asked["most_seconds"] and time.monotonic() - begun > asked["most_seconds"]:
+                    if late():
                         bench.failed(setup.key, f"was not begun within {asked['most_seconds']:g} s")
                         continue
                     try:
@@ -229,6 +235,16 @@ def serve_all(
                         bench.found["failed"].pop(setup.key, None)
                     except DraftforgeError as error:
                         bench.failed(setup.key, str(error))
+                # What has changed meanwhile, on the machine or in the plain server, shows in its speeds at the end.
+                if (plain := Setup(None, 0)) in clients and len(clients) > 1 and not late():
+                    try:
+                        with clients[plain][1].watched():
+                            for size in sizes:
+                                asking = prompts, asked["new_tokens"], asked["seconds"]
+                                again = measure(clients[plain][0], plain, size, *asking)
+                                bench.keep("again", measured_key(plain, size), again.figures)
+                    except DraftforgeError as error:
+                        bench.failed(f"{PLAIN} again", str(error))
 
 
 def speed_or_tau(figures: Json) -> str:
@@ -353,11 +369,14 @@ class Judge:
         return found
 
     def _sample(self, number: int, ids: list[int]) -> Sample:
-        """An answer as a sample; the answers to one prompt are one cluster."""
+        """An answer as a sample; the answers to one prompt are one cluster.
+
+        vLLM drafts beyond an answer's end, so the last token is drafted, too, where a round begins before it.
+        """
         name, prompt = _answer_id(number, ids), self._prompts[number]
         sampling = SamplingSettings()
         return Sample(
-            prompt_ids=prompt.ids, answer_ids=ids, max_new_tokens=len(ids), id=f"{name}/0/{sampling.key}",
+            prompt_ids=prompt.ids, answer_ids=ids, max_new_tokens=len(ids) + 1, id=f"{name}/0/{sampling.key}",
             conversation=name, turn=0, cluster=str(number), domain=prompt.domain, split=SELECTION_SPLIT,
             sampling=sampling, finish="length",
         )  # fmt: skip
@@ -451,6 +470,7 @@ def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None
             mine = served[key]
             about |= {"tokens_per_second": mine.get("tokens_per_second")}
             if draft is None:
+                about["tokens_per_second_again"] = bench.found["again"].get(key, {}).get("tokens_per_second")
                 rows.append(about)
                 continue
             ours = bench.found["ours"].get(draft.key, {}).get("measurements", {}).get(key, {})
@@ -528,6 +548,12 @@ def show(bench: Bench, console: Console) -> None:
         table.add_row(*cells, number(row.get("equal_answers"), ".0%"))
     console.print(table)
     for row in bench.found["rows"]:
+        if row.get("tokens_per_second_again") is not None:
+            once, again = row["tokens_per_second"], row["tokens_per_second_again"]
+            speeds = f"{number(once, ',.0f')} tokens/s, and {number(again, ',.0f')} when all others had been measured"
+            console.print(
+                f"plain, concurrency {row['concurrency']}: {speeds} ({number(percent(again, once), '+.1f')} %)"
+            )
         if row.get("speedup_by_synthetic") is not None:
             off = number(percent(row["speedup_by_synthetic"], row["speedup_served"]), "+.1f")
             where = f"{row['draft']}, K={row['draft_tokens']}, concurrency {row['concurrency']}"
@@ -601,8 +627,10 @@ def main(
         first = next(one for one in drafts if one.folder is not None)
         setups.append(Setup(first, depths[-1], synthetic=True))
     setups = setups if counts_only else [Setup(None, 0), *setups]
-    # Answers that repeat a prompt must read it again, as new ones would.
-    flags = ["--max-num-seqs", str(sizes[-1]), "--no-enable-prefix-caching", *shlex.split(vllm_flags)]
+    # Answers that repeat a prompt must read it again, as new ones would. vLLM's graphs hold twice as many full drafts
+    # as may run at once, and 512 tokens at most: with fewer at once, drafts would have larger graphs than plain rounds.
+    most = max(sizes[-1], GRAPH_TOKENS // 2)
+    flags = ["--max-num-seqs", str(most), "--no-enable-prefix-caching", *shlex.split(vllm_flags)]
     vllm = VllmLauncher(vllm_python.absolute(), flags, start_seconds, vllm_site)
     if dry_run:
         for setup in setups:

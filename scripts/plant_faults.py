@@ -385,7 +385,8 @@ def planted(healthy: Path, folder: Path, fault: Fault, layout: Format, target: T
     if same and all(torch.equal(tensors[name], before[1][name]) for name in tensors):
         raise LookupError("it changes nothing in this draft")
     (place / "config.json").write_text(json.dumps(config, indent=2))
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
+    # Two names may hold one tensor by now.
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, weights, {"format": "pt"})
     return place
 
 

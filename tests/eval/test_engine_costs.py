@@ -34,7 +34,14 @@ from draftforge.eval.cost_table import (
     write_tables,
 )
 from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
-from draftforge.eval.engine_costs import EngineMeasurement, EngineServers, answer_lengths, full_round, plain_key
+from draftforge.eval.engine_costs import (
+    EngineMeasurement,
+    EngineServers,
+    answer_lengths,
+    full_round,
+    plain_key,
+    prompt_lengths,
+)
 from draftforge.eval.serving_load import LoadTimes
 from draftforge.eval.settings import SERVED_FAMILIES, CostSettings, EngineCostSettings, LoadSettings, ScoreSettings
 from draftforge.specdec.formats.layouts import FAMILIES, NATIVE
@@ -212,6 +219,13 @@ def test_answers_under_load_have_many_lengths_of_one_mean() -> None:
         assert len(found) == count and sum(found[: count // 2 * 2]) == mean * (count // 2 * 2)
         assert mean - width <= min(found) <= max(found) <= mean + width
         assert len(set(found)) > min(width, count / 2)
+
+
+def test_prompts_under_load_are_as_unlike_as_real_ones() -> None:
+    known = [10, 20, 30, 40, 300]
+    found = prompt_lengths(known, 50, 160, 500)
+    assert set(found) == {20, 40, 60, 80, 500} and all(8 <= found.count(one) <= 12 for one in set(found))
+    assert prompt_lengths([7, 7], 3, 20, 999) == [20, 20, 20] and min(prompt_lengths([1, 999], 4, 2, 9)) == 1
 
 
 def test_prompt_lookup_is_timed_by_its_full_rounds() -> None:

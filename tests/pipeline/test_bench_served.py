@@ -101,9 +101,14 @@ def stage(trained_drafts: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def reached_and_accepted(runs: Sequence[CountedRounds], K: int) -> list[float]:
-    """Shares of full drafts that accept 1, 2, ... tokens, by our convention: alphas of the positions reached."""
-    pairs = zip(runs, LENGTHS, strict=True)
-    rounds: list[EngineRound] = [one for run, length in pairs for one in engine_rounds("draftforge", run, K, length)]
+    """Shares of full drafts that accept 1, 2, ... tokens: alphas of the positions reached within the answer."""
+    rounds = list[EngineRound]()
+    for run, length in zip(runs, LENGTHS, strict=True):
+        known = 1
+        while known < length:
+            drafted = min(K, length - known, run.offered_T[known])
+            rounds.append(EngineRound(drafted, min(run.right_T[known], drafted)))
+            known += rounds[-1].accepted + 1
     alphas = [
         sum(one.accepted >= k for one in rounds) / sum(one.drafted >= k and one.accepted >= k - 1 for one in rounds)
         for k in range(1, K + 1)
@@ -152,6 +157,8 @@ def test_served_figures_stand_beside_ours_and_a_second_run_goes_on(stage: Stage)
     assert sorted(stage.starts[:3]) == ["eagle3 1", "eagle3 2", "plain 0"]  # side by side, in any order
     assert sorted(stage.starts[3:]) == ["eagle3 2", "medusa 1", "medusa 2"]
     assert [one["together"] for one in found["servers"].values()] == [3] * 6
+    # The plain server of a group is measured again at its end.
+    assert all(rows["plain", 0, size]["tokens_per_second_again"] > 0 for size in (1, 2))
     # Synthetic acceptance is timed at the largest K.
     ((key, _),) = found["ours"].items()
     assert "synthetic" in found["servers"][f"{key}-synthetic-K2"]["command"]
