@@ -8,14 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import progress
-from ..errors import named
+from ..errors import InputError, named
 from .conversation import SPLITS
 from .dedup import NO_TURNS, Member, PlacedMember, Signature, SimilarityIndex, TurnKeys, sharing_a_band, signature
 from .prepared_records import redacted
 from .prompts import source_of
 from .redact import Redactor
 from .settings import MixSettings
-from .sources import read
+from .sources import read, seen
 
 
 class EvaluationSet(NamedTuple):
@@ -26,12 +26,19 @@ class EvaluationSet(NamedTuple):
 
 
 def read_evaluation_sets(settings: MixSettings, base_dir: Path) -> list[EvaluationSet]:
-    """Read the evaluation sets of `mix.contamination`, redacted like the mix, so that equal texts stay equal."""
+    """Read the evaluation sets of `mix.contamination`, redacted like the mix, so that equal texts stay equal.
+
+    Raises InputError for one with rows that give no conversation: what is near them would enter train.
+    """
     redactor = Redactor(settings.redact, settings.phone_countries)
     found: list[EvaluationSet] = []
     for i, name in enumerate(settings.contamination):
         with named(f"mix.contamination[{i}]"):
-            records, _ = read(source_of(base_dir / name), Path(), 0)
+            records, counts = read(source_of(base_dir / name), Path(), 0)
+            if counts.left_out:
+                rule = "nothing is compared with rows that are left out; write them as `prompts` or `messages`"
+                one = next(iter(counts.places.values()))[0][1]
+                raise InputError(f"{base_dir / name}: {seen(counts)}, as at {one}: {rule}")
         found.append(EvaluationSet(name, [signature(redacted(record, redactor).user_text) for record in records]))
     return found
 

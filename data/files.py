@@ -305,7 +305,10 @@ def _items(
         try:
             yield from read(file)
         except TooLargeError as error:
-            yield Item(file.path, str(file.path), f"{error}; the rest of the file is not read", _as_error)
+            rest = f"{error}; the rest of the file is not read"
+            if title:  # where broken rules are skipped, it counts as one
+                progress.say(rest)
+            yield Item(file.path, str(file.path), rest, _as_error)
 
 
 def first_line(path: Path) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InputError
-from ..progress import bar
+from ..progress import bar, say
 from ..specdec.continuous_batching import PlainDecoder, QueuedRequest
 from ..specdec.requests import Request
 from ..specdec.sampling_settings import SamplingSettings
@@ -24,7 +24,7 @@ from .conversation import Conversation, Message, Turn, turns
 from .files import first_line
 from .records import DEFAULT_COLUMNS, Record
 from .settings import FileSource, Shape
-from .sources import SamplePrompts, read
+from .sources import SamplePrompts, read, seen
 from .split import unit
 
 _SENTINEL = "zqxUSERTEXTqxz"
@@ -36,14 +36,17 @@ def read_prompts(paths: Sequence[Path], most: int | None = None) -> list[Record]
     """Read the distinct conversations of some files, domain by domain in turn, at most `most` of them.
 
     Choice and order depend on the conversations' content, not on their place in the files. The first line of a file
-    tells its shape; if it names no domain, the file's name is the domain of all its conversations. Raises InputError
-    naming file and line, MissingFileError.
+    tells its shape; if it names no domain, the file's name is the domain of all its conversations. A line says what of
+    a file is left out. Raises InputError naming file and line, MissingFileError.
     """
     if most is not None and most < 1:
         raise InputError(f"--max-prompts {most}: must be >= 1")
     found: dict[str, Record] = {}
     for path in paths:
-        for record in read(source_of(path), Path(), 0)[0]:
+        records, counts = read(source_of(path), Path(), 0)
+        if counts.left_out:
+            say(f"{path}: {seen(counts)}")
+        for record in records:
             found.setdefault(record.id, record)
     return _interleaved(found.values())[:most]
 

@@ -150,7 +150,7 @@ def detect_kind(base_dir: Path, path: str) -> tuple[FileKind, bool]:
         is_log = _is_log(first)
         if ".txt" in first.suffixes and not is_log:
             return "prompts", False
-        tried = "; ".join(f"{kind}: {_seen(counts)}" for kind, counts in found.items())
+        tried = "; ".join(f"{kind}: {seen(counts)}" for kind, counts in found.items())
         hint = "if each line is a prompt, name the file .txt"
         if is_log:
             hint = f"it looks like a server's log, without a request whose prompt is logged; {_LOG_PROMPTS}"
@@ -158,7 +158,8 @@ def detect_kind(base_dir: Path, path: str) -> tuple[FileKind, bool]:
     return best, bool(found[best].taken) and _probes(source, first, [best], None)[best].taken == found[best].taken
 
 
-def _seen(counts: SourceCounts) -> str:
+def seen(counts: SourceCounts) -> str:
+    """Say how many lines of a source were read, and how many of them gave no conversation, by reason."""
     reasons = [f"{count} {reason}" for reason, count in counts.left_out.items()]
     return ", ".join([f"{counts.read} read", *([f"{counts.skipped} broken"] if counts.skipped else []), *reasons])
 

@@ -322,6 +322,7 @@ def test_half_a_character_in_a_request_ends_no_mix(
         ({"contamination": ["none.jsonl"]}, r"^mix\.contamination\[0\]: .*none\.jsonl: no such file$"),
         ({"contamination": ["log.jsonl", "."]}, r"^mix\.contamination\[1\]: .*: is a folder; must be a file$"),
         ({"contamination": ["broken.jsonl"]}, r"^mix\.contamination\[0\]: .*broken\.jsonl"),
+        ({"contamination": ["partly.jsonl"]}, r"^mix\.contamination\[0\]: .*: 2 read, 1 messages in an unread .* at .*:2: "),
         ({"ancestors": ["none"]}, r"^mix\.ancestors\[0\]: .*none/manifest\.json: no such file$"),
         ({"ancestors": ["old", "spoilt"]}, r"^mix\.ancestors\[1\]: .*members\.parquet: its content does not match"),
     ],
@@ -332,6 +333,7 @@ def test_what_a_field_names_is_refused_by_the_fields_name(changes: dict[str, Any
         build(tmp_path, lines, name)
     (tmp_path / "spoilt" / MEMBERS).write_bytes(b"no table")
     (tmp_path / "broken.jsonl").write_text('{"messages": [{"role": "nobody"}]}\n')
+    (tmp_path / "partly.jsonl").write_text('{"prompt": "a"}\n{"prompt": "of what?", "context": "b"}\n')
     with pytest.raises(DraftforgeError, match=says):
         build(tmp_path, lines, **changes)
     assert not (tmp_path / "mix").exists()

@@ -75,6 +75,12 @@ def test_bad_lines(tmp_path: Path, lines: list[Any], message: str) -> None:
         read_prompts([write(tmp_path / "p.jsonl", *lines)])
 
 
+def test_what_is_left_out_of_a_file_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "asked.jsonl", {"prompt": "a"}, {"prompt": "of what?", "context": "b"})
+    assert texts(path) == ["a"]
+    assert "asked.jsonl: 2 read, 1 messages in an unread form" in capsys.readouterr().err
+
+
 def test_no_such_file(tmp_path: Path) -> None:
     with pytest.raises(MissingFileError):
         read_prompts([tmp_path / "none.jsonl"])

@@ -76,12 +76,16 @@ def test_what_unpacks_to_too_much_ends_there(tmp_path: Path, suffix: str) -> Non
 
 
 @pytest.mark.parametrize("text", ['[{{"a": 1}}, {{"a": "{long}"}}, {{"a": 2}}]', '[{{"a": 1}}, {long}'])
-def test_a_value_of_an_array_that_is_too_long_ends_the_file(tmp_path: Path, text: str) -> None:
+def test_a_value_of_an_array_that_is_too_long_ends_the_file(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "x.json"
     path.write_text(text.format(long="1" * 400_000))
     first, last = outcomes(path)
     assert first == {"a": 1}
     assert last.startswith(f"{path}: item 2: is larger than read_limits.line_megabytes allows; the rest")
+    assert len(list(files.objects([path], "reading", SMALL))) == 2
+    assert f"{last}\n" in capsys.readouterr().err  # a source may skip what is invalid
 
 
 def test_a_row_of_a_table_that_is_too_long_ends_the_file(tmp_path: Path) -> None:
