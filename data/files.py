@@ -136,16 +136,19 @@ def _matches(base_dir: Path, pattern: str) -> list[Path]:
 
     steps = Path(pattern).parts
     for count in range(1, len(steps)):
+        is_listed = glob.has_magic(steps[count])
         for folder in found(str(Path(*steps[:count]))):
             if not _is_file(folder) and folder.is_dir():
-                _require_readable(folder)
+                _require_readable(folder, is_listed)
     return found(pattern)
 
 
-def _require_readable(folder: Path) -> None:
-    """Raise InputError unless the names in a folder, and what they name, can be read."""
+def _require_readable(folder: Path, is_listed: bool) -> None:
+    """Raise InputError unless names can be looked up in a folder, and also listed where that is asked for."""
     try:
-        os.scandir(f"{folder}/.").close()  # the dot is looked up in it
+        os.stat(f"{folder}/.")  # noqa: PTH116  a Path has no dot, which is looked up
+        if is_listed:
+            os.scandir(folder).close()
     except OSError as error:
         raise InputError(f"{folder}: cannot be read ({error.strerror})") from None
 
@@ -319,6 +322,15 @@ def first_line(path: Path) -> Any:
 def is_text(path: Path) -> bool:
     """Whether `prompt_lines` takes each line for a prompt: the file's name is neither that of JSON nor of a table."""
     return not _unpacked_name(path).lower().endswith((*_JSON_SUFFIXES, *_DELIMITERS, ".parquet"))
+
+
+def has_data(path: Path) -> bool:
+    """Whether a file of a dataset holds rows by its name: that of JSON, a table or text, and of no description."""
+    name = _unpacked_name(path).lower()
+    described = name.startswith(("dataset_", "readme", "license"))
+    return name.endswith((*_JSON_SUFFIXES, *_DELIMITERS, ".parquet", ".arrow", ".txt")) and not (
+        described or _hidden(path)
+    )
 
 
 def _hidden(path: Path) -> bool:

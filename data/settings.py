@@ -181,7 +181,8 @@ class DatasetSource(_Source):
 
     kind: Literal["dataset"]
     name: str
-    """Local folder relative to the recipe, or a hub name."""
+    """Local folder relative to the recipe, or a hub name. The datasets library reads the files of one format, and where
+    names tell of splits those alone; a line names the others."""
     config: str | None = None
     """Configuration of a hub dataset."""
     split: str = "train"

@@ -32,6 +32,7 @@ LeaveOut = Callable[[Record, str], None]
 """`leave_out(record, reason)`: told of each record that does not stay."""
 R = TypeVar("R")
 _ROWS_PER_UPDATE = 256
+_MOST_NAMED = 5  # files that no split has, in a message
 _PROBED_ITEMS, _MOST_PROBED = 500, 200_000
 """Lines at the beginning of a file that tell its kind, and those of a server's start that may stand before them."""
 _LOG_LINE = re.compile(r".{0,100}?\d\d:\d\d:\d\d|.{0,60}?\b(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b")
@@ -404,7 +405,23 @@ def _open_dataset(source: DatasetSource, base_dir: Path) -> tuple[Any, int | Non
     kinds = {kind.__name__ for kind in type(builder).__mro__}
     if not kinds & _READ_AS:
         raise InputError(f"its files are read as {type(builder).__name__}; must be JSON, CSV, Parquet, Arrow or text")
+    if folder.is_dir() and len(builder.builder_configs) == 1:
+        _say_what_is_in_no_split(folder, builder)
     return _plain(builder.as_streaming_dataset(split=source.split)), None
+
+
+def _say_what_is_in_no_split(folder: Path, builder: Any) -> None:
+    """Name the data files of a folder that the datasets library passes over: of another format than most of them, or
+    with names that are of no split, beside some that are."""
+    listed = {Path(file).resolve() for split in (builder.config.data_files or {}).values() for file in map(str, split)}
+    rest = [
+        path.relative_to(folder).as_posix()
+        for path in sorted(folder.rglob("*"))
+        if files.has_data(path.relative_to(folder)) and path.is_file() and path.resolve() not in listed
+    ]
+    if rest:
+        some = f"{', '.join(rest[:_MOST_NAMED])}{', …' if len(rest) > _MOST_NAMED else ''}"
+        progress.say(f"{folder}: {len(rest)} files are in none of its splits, and are not read: {some}")
 
 
 _READ_AS = {"Json", "Csv", "Parquet", "Arrow", "Text"}

@@ -151,7 +151,9 @@ def test_saved_dataset(tmp_path: Path) -> None:
             reading(tmp_path, **{**source, **change})
 
 
-def test_dataset_folder_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_folder_of_data_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "files").mkdir()
     # What is a text in one row and parts in another the library keeps as JSON, that of texts in quotes.
@@ -159,7 +161,13 @@ def test_dataset_folder_of_data_files(tmp_path: Path, monkeypatch: pytest.Monkey
     lines = [json.dumps({"messages": [{"role": "user", "content": content}]}) + "\n" for content in said]
     (tmp_path / "files" / "train.jsonl").write_text("".join(lines))
     records, _ = reading(tmp_path, kind="dataset", name="files", shape="messages")
-    assert texts(records) == ["one", "two", "{3}"]
+    assert texts(records) == ["one", "two", "{3}"] and not capsys.readouterr().err.count("none of its splits")
+    # Files of other splits are another source's; those of none are named.
+    for name in ("test.jsonl", "data.jsonl", "sub/x.csv", "sub/notes.md", "dataset_info.json", ".hidden.jsonl"):
+        (tmp_path / "files" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "files" / name).write_text("{}")
+    reading(tmp_path, kind="dataset", name="files", shape="messages")
+    assert "files: 2 files are in none of its splits, and are not read: data.jsonl, sub/x.csv\n" in capsys.readouterr().err
 
 
 def test_dataset_that_is_nowhere(tmp_path: Path) -> None:
