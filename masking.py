@@ -78,13 +78,19 @@ _PATTERNS.append((re.compile(rf"{KEY}(?![\w-])", re.ASCII), MASK))
 def masked(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """Text with every secret in it as `***`: by its name, by its form, or as the value of a secret variable."""
     # Values of the environment first, the longest first: one may hold another.
-    secrets = {environment[name] for name in environment if name != _WORKING_FOLDER and _is_secret(name)}
+    named = [environment[name] for name in environment if name != _WORKING_FOLDER and _is_secret(name)]
+    secrets = {form for value in named for form in _forms(value)}
     for value in sorted(secrets, key=len, reverse=True):
         if len(value) >= _SHORTEST_VARIABLE:
             text = text.replace(value, MASK)
     for pattern, instead in _PATTERNS:
         text = pattern.sub(instead, text)
     return text
+
+
+def _forms(value: str) -> set[str]:
+    """A value as errors quote it: whole, without the newline of the file that it came from, and as Python writes it."""
+    return {form for one in (value, value.strip()) for form in (one, repr(one)[1:-1])}
 
 
 def holds_key(text: str) -> bool:

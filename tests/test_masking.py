@@ -156,3 +156,12 @@ def _mask_long_texts() -> None:
 def test_keys_that_redaction_knows_are_masked_too(key: str) -> None:
     assert masked(f"use {key} here", {}) == "use *** here" and holds_key(key)
     assert Redactor(["key"]).text(f"use {key} here") == "use <key> here"
+
+
+@pytest.mark.parametrize(
+    "value", ["topsecretvalue", "topsecretvalue\n", " topsecretvalue\r\n", 'top\\secret"va\tlue\n']
+)
+def test_a_secret_variable_is_masked_as_errors_quote_it(value: str) -> None:
+    """A key that is read from a file often ends with its newline, at which requests fails and quotes the header."""
+    for said in (value, value.strip(), f"header value: {'Bearer ' + value!r}"):
+        assert "secret" not in masked(f"failed: {said}", {"MLFLOW_TRACKING_TOKEN": value})

@@ -142,6 +142,9 @@ def key_in(variable: str | None, field: str) -> str | None:
     key = os.environ.get(variable)
     if not key:
         raise InputError(f"{field}: the environment variable {variable} is not set")
+    # What is refused in a header, its library quotes.
+    if not key.isascii() or not key.isprintable() or " " in key:
+        raise InputError(f"{field}: the environment variable {variable} must hold one word of ASCII, and no newline")
     return key
 
 

@@ -13,8 +13,8 @@ import requests
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from draftforge.data.backends.http_json import JsonServer
-from draftforge.errors import EngineError
+from draftforge.data.backends.http_json import JsonServer, key_in
+from draftforge.errors import EngineError, InputError
 from draftforge.http_replies import BoundedAdapter, bounded_session, extend_time, read_body
 from draftforge.registry.connect import quick_requests
 
@@ -52,6 +52,14 @@ def serve() -> Iterator[Serve]:
 
 def asked(url: str, seconds: float = 60.0, most_bytes: int = 1000) -> Any:
     return JsonServer("capture.backend.url", url, None, seconds, 0, most_bytes).get("/x", lambda reply: reply)
+
+
+@pytest.mark.parametrize("key", ["topsecret\n", "top secret", "topsecr€t"])
+def test_a_key_that_no_header_takes_is_not_shown(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    monkeypatch.setenv("ENGINE", key)
+    with pytest.raises(InputError, match="ENGINE must hold one word of ASCII") as caught:
+        key_in("ENGINE", "capture.backend.api_key_env")
+    assert "top" not in str(caught.value)
 
 
 def test_a_reply_within_the_limits_is_read(serve: Serve) -> None:
