@@ -167,7 +167,8 @@ def test_dataset_folder_of_data_files(
         (tmp_path / "files" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "files" / name).write_text("{}")
     reading(tmp_path, kind="dataset", name="files", shape="messages")
-    assert "files: 2 files are in none of its splits, and are not read: data.jsonl, sub/x.csv\n" in capsys.readouterr().err
+    line = "files: 2 files are in none of its splits, and are not read: data.jsonl, sub/x.csv\n"
+    assert line in capsys.readouterr().err
 
 
 def test_dataset_that_is_nowhere(tmp_path: Path) -> None:
