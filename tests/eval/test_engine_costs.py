@@ -221,6 +221,17 @@ def test_answers_under_load_have_many_lengths_of_one_mean() -> None:
         assert len(set(found)) > min(width, count / 2)
 
 
+def test_traffic_is_made_again_where_slow_first_answers_made_it_short() -> None:
+    rounds = itertools.count()
+
+    def warming(batch: int, K: int, context: float) -> float:
+        return round_seconds(batch, K, context) + (1.0 if next(rounds) < LOAD.answer_tokens else 0.0)
+
+    engine = SimulatedEngine(warming, prompt_seconds)
+    loop, _ = engine_costs._Probe(engine, PROMPTS, SETTINGS, ROOM, 0).closed_loop(1)
+    assert loop.prompts >= 5 and loop.seconds < 1
+
+
 def test_prompts_under_load_are_as_unlike_as_real_ones() -> None:
     known = [10, 20, 30, 40, 300]
     found = prompt_lengths(known, 50, 160, 500)
