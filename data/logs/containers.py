@@ -89,6 +89,10 @@ class ContainerLines:
             found = begun.line(is_cut)
         return found if cri is None else found._replace(text=_unescaped(found))
 
+    def unfinished(self) -> list[str]:
+        """Places of lines whose end did not come: their log was cut."""
+        return [begun.where for begun in self._begun.values()]
+
 
 def _unescaped(line: LogLine) -> str:
     """Text of a line whose bytes that were no text alone are escaped."""

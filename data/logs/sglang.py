@@ -56,7 +56,7 @@ class SglangReader:
         yield _Line(line.where, server, line.text, server in self._with_requests)
 
     def finish(self) -> Iterator[Entry]:
-        yield from ()
+        yield from (Entry(where, left_out="text cut by the log") for where in self._lines.unfinished())
 
 
 @dataclass

@@ -160,7 +160,8 @@ class VllmReader:
         elif form is None or "delta" not in form:
             yield from self._answered(where, server, name, rest, when, dated, "details" in (form or ""))
 
-    def finish(self) -> Iterator[JoinedLines]:
+    def finish(self) -> Iterator[Entry | JoinedLines]:
+        yield from (Entry(where, left_out="text cut by the log") for where in self._lines.unfinished())
         yield from [request for requests in self._waiting.values() for request in requests]
         self._waiting.clear()
 

@@ -14,6 +14,7 @@ from log_reading import SAMPLES, read_log, write_lines
 
 from draftforge.data.logged_prompts import PromptCheck
 from draftforge.data.logs import vllm
+from draftforge.data.logs.chat import Entry
 from draftforge.data.logs.parsing import prompt_digest, unrender
 from draftforge.data.logs.vllm import VllmReader
 from draftforge.data.mix import build_mix, load_mix
@@ -138,6 +139,14 @@ def test_containers_cut_within_characters(tmp_path: Path, size: int) -> None:
         read = read_log(write_lines(path, *docker), kind)
         assert read.talks == [short] and read.counts.left_out["text cut by the log"] == 1
         assert sum(read.counts.left_out.values()) + 1 == read.counts.read == len(docker)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+@pytest.mark.parametrize("form", ["2026-11-28T10:00:00.5Z stdout P {}", '{{"log": "{}", "stream": "stdout"}}'])
+def test_a_line_whose_last_piece_is_not_there_was_cut(tmp_path: Path, kind: str, form: str) -> None:
+    path = write_lines(tmp_path / "0.log", "INFO a", form.format("Received request"), form.format(" c-1: prompt"))
+    with pytest.raises(InputError, match=r"holds no conversation \(3 read, .*1 text cut by the log"):
+        read_log(path, kind)
 
 
 def test_pieces_that_are_no_text_when_joined_are_refused(tmp_path: Path) -> None:
@@ -329,6 +338,7 @@ def test_vllm_settings_of_the_request_are_handed_on(tmp_path: Path) -> None:
     reader = VllmReader(None)
     assert [entry for line in lines for entry in reader.feed(line, "v:1", "v")] == []
     (joined,) = reader.finish()
+    assert not isinstance(joined, Entry)
     entry = joined.entry()
     request = entry.line["request"]
     assert (request["stop"], request["min_tokens"], request["n"]) == (["END"], 2, 1)
