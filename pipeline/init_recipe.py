@@ -112,7 +112,7 @@ def _look_at(settings: TargetSettings) -> TargetFacts:
     source = locate(settings)
     with refused(f"--target {settings.model}"):
         config = AutoConfig.from_pretrained(source.folder, gguf_file=source.gguf_file).get_text_config()
-    layers, vocabulary = int(config.num_hidden_layers), int(config.vocab_size)
+        layers, vocabulary = int(config.num_hidden_layers), int(config.vocab_size)
     return TargetFacts(layers, vocabulary, context_length(settings), sampling_defaults(settings))
 
 

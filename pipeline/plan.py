@@ -35,9 +35,8 @@ from ..data.stratify import lengths_of
 from ..errors import InputError, named, refused_value
 from ..progress import Console
 from ..recipe import Recipe
-from ..specdec.gguf_header import read_header
 from ..specdec.loading import refused
-from ..specdec.model_folder import check_folder, of_known_size
+from ..specdec.model_folder import check_folder, check_size, of_known_size
 from ..specdec.models import CausalModel
 from ..specdec.served_context import served_context
 from ..specdec.targets import Target, snapshot
@@ -135,7 +134,8 @@ class TargetShapes:
         """Parameters of the layers that a token passes through: of experts those that are chosen."""
         config, total = self.shapes.config, 0.0
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-        share = config.num_experts_per_tok / experts if experts else 1.0
+        chosen = getattr(config, "num_experts_per_tok", None)
+        share = chosen / experts if type(chosen) is int and type(experts) is int and experts > 0 else 1.0
         for name, one in self.shapes.stack.named_parameters():
             if one.ndim > 1 and "embed_tokens" not in name:
                 total += one.numel() * (share if ".experts." in name else 1.0)
@@ -224,7 +224,7 @@ def load_shapes(recipe: Recipe) -> TargetShapes:
             path = snapshot(settings.model, settings.revision, "target.model", wanted)
         check_folder(path, f"target.model: {settings.model}", settings.trust_remote_code)
         if options["gguf_file"] is not None:
-            read_header(path / options["gguf_file"])
+            check_size(path, f"target.model: {settings.model}", options["gguf_file"])
         config = AutoConfig.from_pretrained(path, **options)
         return TargetShapes.of_config(config, settings.trust_remote_code)
 

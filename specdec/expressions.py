@@ -18,11 +18,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from ..errors import FormatError, InputError, one_line
+from ..errors import DraftforgeError, FormatError, InputError, one_line
 from ..storage import read_object
 
 _LONGEST = 10_000  # characters
-_LONGEST_NAME, _MOST_REPEATS = 300, 2
+_LONGEST_NAME, _MOST_NAMES = 300, 64
+_NAME = re.compile(r"(?:[\w.-]|\\\.){1,300}")
 _SECONDS, _SECONDS_EACH, _SLICE_SECONDS = 30.0, 1e-4, 0.5
 """Time of tokenizing beside that for each character, a hundred times what it takes; how often it is looked at."""
 _SHORT = 512  # characters
@@ -36,9 +37,9 @@ _PIECES = re.compile(
 )
 
 
-def repeats(expression: str) -> tuple[int, bool]:
-    """How many parts of an expression are repeated without a bound, and whether one of them holds another: `(a+)+`."""
-    count, nested, opened = 0, False, [False]  # for each open group, whether it holds such a part
+def repeats(expression: str) -> bool:
+    """Whether a part of an expression that is repeated without a bound holds another one that is: `(a+)+`."""
+    nested, opened = False, [False]  # for each open group, whether it holds such a part
     pieces = _PIECES.findall(expression)
     for piece, after in zip(pieces, [*pieces[1:], ""]):
         if piece.startswith("("):
@@ -48,8 +49,8 @@ def repeats(expression: str) -> tuple[int, bool]:
             nested |= holds and _unbounded(after)
             opened[-1] |= holds
         elif _unbounded(piece):
-            count, opened[-1] = count + 1, True
-    return count, nested
+            opened[-1] = True
+    return nested
 
 
 def _unbounded(piece: str) -> bool:
@@ -93,7 +94,7 @@ def _check_parts(parts: Sequence[Any], where: str) -> None:
         if isinstance(value, Mapping):
             pending += value.values()
             expression = value.get("Regex")
-            if isinstance(expression, str) and (len(expression) > _LONGEST or repeats(expression)[1]):
+            if isinstance(expression, str) and (len(expression) > _LONGEST or repeats(expression)):
                 shown = expression if len(expression) <= 60 else f"{expression[:59]}…"
                 raise InputError(f"{where}: its tokenizer's expression {shown!r} repeats a repeat, or is too long")
             # Each part may work on every character that an earlier one made.
@@ -114,7 +115,10 @@ def _growth(part: Mapping[str, Any]) -> int:
         return len(begin)
     if isinstance(table, str):
         raw = base64.b64decode(table)
-        texts = raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")
+        begin_of_texts = 4 + int.from_bytes(raw[:4], "little")
+        if len(raw) < begin_of_texts:
+            raise ValueError("precompiled_charsmap: its trie is longer than the table")
+        texts = raw[begin_of_texts:].split(b"\0")
         return max(len(text.decode(errors="replace")) for text in texts)
     # 2) A template of tokens: how often it puts the text in, or how many tokens of its own.
     known = part.get("special_tokens")
@@ -131,13 +135,28 @@ def _growth(part: Mapping[str, Any]) -> int:
     return _GROWTH.get(str(part.get("type")), 1)
 
 
-def check_short(expressions: Iterable[str], where: str) -> None:
-    """Raise InputError for an expression of an adapter whose matches with the name of a module may take long."""
-    for one in expressions:
-        count, nested = repeats(one)
-        if len(one) > _LONGEST_NAME or count > _MOST_REPEATS or nested:
-            rule = f"at most {_LONGEST_NAME} characters and {_MOST_REPEATS} repeats (* and +)"
-            raise InputError(f"{where}: {one[:60]!r}: must have {rule}")
+def check_names(names: Sequence[str], where: str) -> None:
+    """Raise InputError for what an adapter gives as modules' names, and PEFT matches as expressions, and is no name: a
+    repeat or a choice, over and over, may take Python's matcher years."""
+    if len(names) > _MOST_NAMES:
+        raise InputError(f"{where}: {len(names):,} names: must be at most {_MOST_NAMES}")
+    for one in names:
+        if not _NAME.fullmatch(one):
+            raise InputError(f"{where}: {one[:60]!r}: must be a name of 300 letters, digits, _, - and . at most")
+
+
+def valued(values: Mapping[str, Any], names: Sequence[str], where: str) -> dict[str, Any]:
+    """Values that an adapter gives by expressions, by the very names that these match as PEFT matches them: up to their
+    ends, and the first expression counts. Raises InputError for one that RE2 does not know."""
+    if len(values) > len(names):
+        raise InputError(f"{where}: {len(values):,} expressions: must be {len(names):,} at most, one a module")
+    found, left = {}, list(names)
+    for expression, value in values.items():
+        if mine := matching(rf"(?:.*\.)?(?:{expression})", left, where):
+            taken = set(mine)
+            left = [name for name in left if name not in taken]
+            found[f"^(?:{'|'.join(map(re.escape, mine))})"] = value
+    return found
 
 
 def matching(expression: str, names: Sequence[str], where: str) -> list[str]:
@@ -197,5 +216,9 @@ def ids_of(tokenizer: Any, text: str, **options: Any) -> list[int]:
         # What an expression gives up at, the library tells by an exception of Rust's own.
         if type(error).__name__ == "PanicException":
             raise InputError(f"{tokenizer.name_or_path}: its tokenizer gives up: {one_line(error)}") from None
+        # What its config says of it may be of no type that the library knows.
+        if isinstance(error, Exception) and not isinstance(error, DraftforgeError | MemoryError):
+            said = f"{type(error).__name__}: {one_line(error)}"
+            raise FormatError(f"{tokenizer.name_or_path}: its tokenizer fails: {said}") from error
         raise error
     return found[0]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..errors import DraftforgeError, FormatError, one_line
 from ..progress import say
@@ -42,6 +42,14 @@ def load_model(source: str | Path, where: str, only_known: bool = False, **optio
         unread = sorted(info["unexpected_keys"])
         say(f"{where}: {len(unread)} tensors of its files are not part of the model, {unread[0]} for one")
     return model
+
+
+def checked_config(folder: Path, where: str, trust_remote_code: bool = False) -> Any:
+    """Config of the model in a folder, of which no more is asked than its files hold. Raises FormatError."""
+    with refused(where):
+        check_folder(folder, where, trust_remote_code)
+        check_size(folder, where, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
 
 
 def load_tokenizer(source: str | Path, where: str, **options: Any) -> PreTrainedTokenizerBase:
@@ -84,6 +92,10 @@ def refused(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise FormatError(f"{where}: cannot be loaded: {type(error).__name__}: {one_line(error)}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the tokenizers library, in Rust
+            raise
+        raise FormatError(f"{where}: cannot be loaded: its library gives up: {one_line(error)}") from None
 
 
 def _check_weights(where: str, info: dict[str, Any], kinds: tuple[str, ...]) -> None:

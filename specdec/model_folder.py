@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..errors import FormatError
@@ -32,12 +35,15 @@ TOKENIZER_FILES = (
 )
 """Patterns of the files that decide which ids a text has, and which text a conversation."""
 _ONE_FILE, _LORA = "model.safetensors", "LORA"
-_SLACK_TENSORS, _SLACK_ELEMENTS = 1024, 1 << 20
+_SLACK_TENSORS, _SLACK_ELEMENTS, _MOST_BUFFERS = 1024, 1 << 20, 1 << 26
 _TIED, _PACKED = 2, 16  # a tied head is counted twice while it is made; up to 16 weights share a number
 _MOST_LOOPS, _MOST_TENSORS, _MOST_ELEMENTS = 1024, 1 << 18, 1 << 43
 """Layers, experts and heads, tensors and elements that no model has: limits where no files are beside a config."""
 _RANKS = re.compile(r"r$|rank_pattern\.")
-_LOOPS = re.compile(r"(num|n)_\w*(layer|block|expert|stage|head|codebook)s?|\w*_layers?|depth")
+_MOST_ITEMS = 1 << 16  # of the lists that a config's own class makes, for each layer say
+_LOOPS = re.compile(
+    r"(num|n)_\w*(layer|block|expert|stage|head|codebook)s?|\w*_layers?|depth|attention_types|first_k_dense_replace"
+)
 
 
 def check_folder(folder: Path, where: str, runs_code: bool = False) -> None:
@@ -76,6 +82,7 @@ def check_folder(folder: Path, where: str, runs_code: bool = False) -> None:
 def check_tokenizer_names(folder: Path, where: str) -> None:
     """Refuse a tokenizer_config.json that names another file than tokenizer.json: no fingerprint covers what
     transformers would read there; and links out of the folder, as a draft gets a copy of its target's tokenizer.
+    Refuse, too, a config.json whose own class, which the tokenizer's loader makes, would take all memory.
 
     Raises FormatError."""
     for path in itertools.chain.from_iterable(folder.glob(pattern) for pattern in TOKENIZER_FILES):
@@ -87,6 +94,15 @@ def check_tokenizer_names(folder: Path, where: str) -> None:
     for name in named if isinstance(named, list) else () if named is None else (named,):
         if name != "tokenizer.json":
             raise FormatError(f"{where}: tokenizer_config.json: fast_tokenizer_files {name}: must be tokenizer.json")
+    if (config := folder / "config.json").is_file():
+        _check_loops(read_object(config), _MOST_ITEMS, where, f"must be {_MOST_ITEMS:,} at most")
+
+
+def _check_loops(config: Any, most: int, where: str, why: str) -> None:
+    """Refuse a number of layers, experts or heads above `most`. Raises FormatError."""
+    for key, value in _flat(config):
+        if type(value) in (int, float) and value > most and _LOOPS.fullmatch(key.rpartition(".")[2]):
+            raise FormatError(f"{where}: config.json: {key} {value}: {why}")
 
 
 def indexed_files(folder: Path, where: str) -> list[str] | None:
@@ -122,9 +138,7 @@ def check_size(folder: Path, where: str, gguf_file: str | None = None, **options
     # 1) What makes loops, even in a config's own class: no file has more layers than tensors.
     tensors, elements = _stored(paths)
     most = 8 * tensors + _SLACK_TENSORS
-    for key, value in _flat(read_object(folder / "config.json")):
-        if type(value) is int and value > most and _LOOPS.fullmatch(key.rpartition(".")[2]):
-            raise FormatError(f"{where}: config.json: {key} {value}: its files have only {tensors} tensors")
+    _check_loops(read_object(folder / "config.json"), most, where, f"its files have only {tensors} tensors")
     # 2) The model without memory, ended as soon as it has grown too large.
     config = AutoConfig.from_pretrained(folder, **options)
     packed = getattr(config, "quantization_config", None) is not None
@@ -137,9 +151,7 @@ def check_size(folder: Path, where: str, gguf_file: str | None = None, **options
 def of_known_size(config: Any, where: str) -> Iterator[None]:
     """Inside, a model without memory may be made of a config alone. Raises FormatError where that asks for more layers
     or weights than any model has."""
-    for key, value in _flat(config.to_dict()):
-        if type(value) is int and value > _MOST_LOOPS and _LOOPS.fullmatch(key.rpartition(".")[2]):
-            raise FormatError(f"{where}: config.json: {key} {value}: must be {_MOST_LOOPS} at most")
+    _check_loops(config.to_dict(), _MOST_LOOPS, where, f"must be {_MOST_LOOPS} at most")
     with _growing_at_most(_MOST_TENSORS, _MOST_ELEMENTS, where, "no model has so many"):
         yield
 
@@ -199,7 +211,7 @@ def _stored(paths: list[Path]) -> tuple[int, int]:
 @contextmanager
 def _growing_at_most(tensors: int, elements: int, where: str, why: str) -> Iterator[None]:
     """Inside, raise FormatError as soon as the modules that are made have more parameters than these."""
-    made = [0, 0]
+    made, kept = [0, 0], [0]
     seen: dict[int, nn.Parameter] = {}  # a tied parameter is registered once more, and takes no room again
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -211,11 +223,21 @@ def _growing_at_most(tensors: int, elements: int, where: str, why: str) -> Itera
             size = size_text(4 * made[1])
             raise FormatError(f"{where}: config.json asks for {made[1]:,} weights or more ({size} in float32), {why}")
 
-    handle = register_module_parameter_registration_hook(count)
+    def count_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        # Tables of positions and masks, which no file holds.
+        kept[0] += 0 if buffer is None or not buffer.is_meta else buffer.numel()
+        if kept[0] > elements + _MOST_BUFFERS:
+            raise FormatError(f"{where}: config.json asks for {name} of {buffer.numel():,} numbers or more, {why}")
+
+    handles = [
+        register_module_parameter_registration_hook(count),
+        register_module_buffer_registration_hook(count_buffer),
+    ]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,18 +18,25 @@ answered is asked; `target.context` states less.
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import FormatError
+
 _LENGTHS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
     *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
 )
 _SCALED_ALREADY = ("su", "longrope", "llama3", "deepseek_yarn", "deepseek_llama_scaling", "telechat3-yarn")
-_ORIGINAL = "original_max_position_embeddings"
+_ORIGINAL, _STATED = "original_max_position_embeddings", "model_max_length"
+_LARGEST = 1 << 53  # up to which numbers of JSON are whole ones everywhere
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """Longest sequence that a config of a language model allows; None: it names no length."""
-    known = [config[name] for name in _LENGTHS if isinstance(config.get(name), int)]
-    longest: int | None = config.get("model_max_length") or min(known, default=None)
+    """Longest sequence that a config of a language model allows; None: it names no length.
+
+    Raises FormatError for a length or a factor that is no number above 0.
+    """
+    known = {name: config[name] for name in _LENGTHS if isinstance(config.get(name), int)}
+    name = _STATED if config.get(_STATED) else min(known, key=lambda one: known[one], default=None)
+    longest = None if name is None else int(_above_zero(name, config[name]))
     if longest is None or "gemma3" in str(config.get("model_type")):  # whose length is the scaled one
         return longest
     # The factor is that of the last layer type which has one.
@@ -37,21 +44,29 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
     for rope in _scalings(config):
         kind = _kind(rope)
         if kind not in _SCALED_ALREADY:
-            factor = rope.get("factor") or factor
-            original = rope.get(_ORIGINAL) or original if kind == "yarn" else original
-    return max(longest, int(original * factor))
+            factor = _above_zero("factor", rope.get("factor") or factor)
+            original = int(_above_zero(_ORIGINAL, rope.get(_ORIGINAL) or original)) if kind == "yarn" else original
+    return max(longest, int(_above_zero("factor", original * factor)))
 
 
 def served_context(config: Mapping[str, Any]) -> int | None:
     """Longest sequence that a server admits which states no context of its own; None: the config names no length."""
     if any(_kind(rope) == "longrope" for rope in _scalings(config)) and config.get(_ORIGINAL):
-        return int(config[_ORIGINAL])
+        return int(_above_zero(_ORIGINAL, config[_ORIGINAL]))
     return longest_context(config)
 
 
 def rotates(config: Mapping[str, Any]) -> bool:
     """Whether positions are rotary, so that a longer sequence than the config's can be computed at all."""
     return bool(_scalings(config)) or config.get("rope_theta") is not None
+
+
+def _above_zero(name: str, value: Any) -> float:
+    # A text or a list times a length would be made as many times; `True` is no number.
+    if type(value) not in (int, float) or not 0 < value <= _LARGEST:
+        raise FormatError(f"config.json: {name} {str(value)[:60]!r}: must be a number above 0, at most {_LARGEST:,}")
+    number: float = value
+    return number
 
 
 def _kind(rope: Mapping[str, Any]) -> str:

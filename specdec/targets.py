@@ -20,8 +20,7 @@ from .. import fingerprint
 from ..errors import DraftforgeError, FormatError, HubError, InputError, MissingFileError, one_line
 from ..progress import say
 from ..storage import check_hub_name, read_object
-from .expressions import check_short, matching
-from .gguf_header import read_header
+from .expressions import check_names, matching, valued
 from .kernels.fused import can_fuse, fuse
 from .loading import as_the_file_says, load_model, load_tokenizer, processor_template, refused
 from .model_folder import (
@@ -31,6 +30,7 @@ from .model_folder import (
     TOKENIZER_FILES,
     check_adapter,
     check_folder,
+    check_size,
     check_tokenizer_names,
     indexed_files,
 )
@@ -210,7 +210,7 @@ def locate(settings: TargetSettings) -> Source:
     with refused(where):
         check_folder(source.folder, where, settings.trust_remote_code)
         if source.gguf_file is not None:
-            read_header(source.folder / source.gguf_file)
+            check_size(source.folder, where, source.gguf_file)
     return source
 
 
@@ -286,7 +286,7 @@ def context_length(settings: TargetSettings) -> int | None:
         options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "gguf_file": source.gguf_file}
         with refused(f"target.model: {settings.model}"):
             config = AutoConfig.from_pretrained(source.folder, **options).get_text_config()
-        longest = served_context(config.to_dict())
+            longest = served_context(config.to_dict())
     return longest
 
 
@@ -533,10 +533,14 @@ def _plain_adapter_config(model: PreTrainedModel, folder: Path, where: str) -> A
     rounds = re.fullmatch(r"pissa_niter_(\d+)", str(getattr(config, "init_lora_weights", "")))
     if rounds is not None and int(rounds[1][:9]) > _MOST_ROUNDS:
         raise InputError(f"{where}: init_lora_weights {rounds[0][:40]}: must have at most {_MOST_ROUNDS} rounds")
-    # Others are matched by PEFT itself.
-    for field in ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_pattern"):
+    # What the layers and parameters are called that a rank or a scale of its own is for.
+    parts = [*names, *(name for name, _ in model.named_parameters())]
+    for field in ("rank_pattern", "alpha_pattern"):
+        setattr(config, field, valued(getattr(config, field, None) or {}, parts, f"{where}: {field}"))
+    # These are matched by PEFT itself.
+    for field in ("modules_to_save", "layers_pattern"):
         value = getattr(config, field, None) or ()
-        check_short([value] if isinstance(value, str) else value, f"{where}: {field}")
+        check_names([value] if isinstance(value, str) else value, f"{where}: {field}")
     return config
 
 

@@ -11,12 +11,13 @@ from byte_level import byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
+from peft.utils.other import get_pattern_key
 from tokenizers import Regex, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftforge.errors import DraftforgeError, FormatError, InputError
 from draftforge.specdec import expressions
-from draftforge.specdec.expressions import check_tokenizer_file, ids_of, matching, repeats
+from draftforge.specdec.expressions import check_tokenizer_file, ids_of, matching, repeats, valued
 from draftforge.specdec.loading import load_tokenizer
 from draftforge.specdec.targets import _merge_adapter
 
@@ -35,7 +36,7 @@ GPT_2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
     "expression", [GPT_4O, LLAMA_3, GPT_2, r"(?:a|b)+", r"[(+*)]+", r"\(a+\)+", "(?:a+){1,3}", "(a?b)*"]
 )
 def test_usual_expressions_repeat_no_repeat(expression: str) -> None:
-    assert not repeats(expression)[1]
+    assert not repeats(expression)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_usual_expressions_repeat_no_repeat(expression: str) -> None:
     ["(a+)+b", r"(\w+\s?)+$", "(?:(?:a|b)*c?)*", "((a){2,})+", "(?<n>a*)*", "([^]]+[]x]*)+", "(?:a+)*?", "(a+){3,}"],
 )
 def test_repeated_repeats_are_found(expression: str, tmp_path: Path) -> None:
-    assert repeats(expression)[1]
+    assert repeats(expression)
     tokenizer = byte_level_tokenizer(["aaab"], 262, pre_tokenizers.ByteLevel(add_prefix_space=False))
     split = pre_tokenizers.Split(Regex(expression), "isolated")
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel()])
@@ -138,7 +139,7 @@ def test_repeated_repeats_are_those_that_python_parses(expression: str) -> None:
     except re.error:
         repeats(expression)  # which never fails
         return
-    assert repeats(expression)[1] == _nested(parsed)
+    assert repeats(expression) == _nested(parsed)
 
 
 def test_names_are_matched_as_python_matches_them() -> None:
@@ -183,7 +184,9 @@ def test_expressions_of_an_adapter_take_no_time(tmp_path: Path) -> None:
         ("target_modules", r"(?=(\w+\.?)+!)x"),
         ("rank_pattern", {r"(\w+\.?)+!": 4}),
         ("modules_to_save", [r"(\w+\.?)+!"]),
-        ("alpha_pattern", {".*" * 9 + "!": 4}),
+        ("modules_to_save", ["(.|.)" * 30 + "!"]),
+        ("modules_to_save", ["lm_head"] * 100),
+        ("rank_pattern", {str(number): 4 for number in range(1_000)}),
         ("init_lora_weights", "pissa_niter_100000000"),
         ("layer_replication", [[0, 2]] * 1_000),
         ("layer_replication", [[0, 9]]),
@@ -198,6 +201,39 @@ def test_expressions_of_an_adapter_take_no_time(tmp_path: Path) -> None:
         with pytest.raises(DraftforgeError, match=r"^target\.adapter: ") as caught:
             _merge_adapter(tiny(), str(tmp_path))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("expression", ["(?:.|.)*!", "(.?){40}!", "(.|.)" * 30 + "!"])
+def test_ranks_by_expressions_are_those_that_peft_finds(expression: str) -> None:
+    names = [f"model.layers.{i}.self_attn.{part}" for i in range(3) for part in ("q_proj", "k_proj")] + ["q_proj"]
+    given: dict[str, Any] = {
+        r"layers\.[01]\..*q_proj": 1,
+        "q_proj|x": 3,
+        "^model.layers.2.self_attn.k_proj": 4,
+        r"layers\.\d+\.self_attn\.\w_proj": 2,
+    }
+    found = valued(given, names, "here")
+    for name in names:
+        assert found.get(get_pattern_key(list(found), name)) == given.get(get_pattern_key(list(given), name))
+    assert valued({expression: 4}, names, "here") == {}  # which Python's own matcher would look for, for years
+
+
+@pytest.mark.parametrize("table", ["", "@@@@", base64.b64encode(bytes([255] * 40)).decode()])
+def test_a_tokenizer_that_its_library_gives_up_at_is_refused(tmp_path: Path, table: str) -> None:
+    byte_level_tokenizer(["aaab"], 262).save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    stored["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": table}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(FormatError, match=r"^here: cannot be loaded: .*recompiled"):
+        load_tokenizer(tmp_path, "here")
+
+
+def test_a_tokenizer_that_fails_is_one_line(tmp_path: Path) -> None:
+    byte_level_tokenizer(["aaab"], 262).save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stored | {"model_max_length": "x"}))
+    with pytest.raises(FormatError, match="its tokenizer fails: TypeError: "):
+        ids_of(load_tokenizer(tmp_path, "here"), "aaab")
 
 
 @pytest.mark.timeout(120)

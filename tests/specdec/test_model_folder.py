@@ -15,12 +15,12 @@ from forked import run
 from limited import under_limits
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPTJConfig, LlamaConfig
 
 from draftforge.errors import DraftforgeError, FormatError
 from draftforge.specdec.formats.gguf.file import read_gguf
 from draftforge.specdec.gguf_header import MOST_ELEMENTS, read_header
-from draftforge.specdec.loading import load_tokenizer
+from draftforge.specdec.loading import checked_config, load_tokenizer
 from draftforge.specdec.model_folder import INDEX_FILE, check_size
 from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target, locate, target_files, target_fingerprint
@@ -155,7 +155,8 @@ def _terabytes(folder: str) -> None:
     plain = json.loads(Path(folder, "config.json").read_text())
     check_size(Path(folder), "target")
     for change, said in (
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: its files have only"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000: must be 65,536 at most"),
+        ({"num_hidden_layers": 60_000}, "num_hidden_layers 60000: its files have only"),
         ({"num_hidden_layers": 300, "layer_types": None}, "config.json asks for"),
         ({"hidden_size": 10**6}, "config.json asks for"),
         ({"intermediate_size": 10**9}, "config.json asks for"),
@@ -166,6 +167,24 @@ def _terabytes(folder: str) -> None:
         with pytest.raises(FormatError, match=said) as caught:
             Target.load(TargetSettings(model=folder, device="cpu"))
         assert "\n" not in str(caught.value)
+
+
+def test_a_config_is_checked_before_its_own_class_makes_lists(folder: Path) -> None:
+    """Which the tokenizer's loader makes, too; a billion layers were a list of 8 GB."""
+    configured(folder, num_hidden_layers=1e9)
+    for load in (load_tokenizer, checked_config):
+        with pytest.raises(FormatError, match=r"^here: config\.json: num_hidden_layers .*: must be 65,536 at most$"):
+            load(folder, "here")
+
+
+def test_tables_of_positions_that_no_file_holds_are_bounded(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 32, "n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 8, "bos_token_id": 0}
+    config = GPTJConfig(**sizes, eos_token_id=1, n_positions=64)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    check_size(tmp_path, "here")
+    configured(tmp_path, n_positions=10**9)
+    with pytest.raises(FormatError, match=r"^here: config\.json asks for embed_positions of 8,000,000,000 numbers"):
+        check_size(tmp_path, "here")
 
 
 def test_tied_embeddings_count_once_however_often_they_are_registered(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from draftforge.errors import FormatError
 from draftforge.specdec.served_context import longest_context, rotates, served_context
 from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target, context_length
@@ -53,6 +54,21 @@ LONG: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0], "long_fa
 )
 def test_context_of_a_config(known: dict[str, Any], longest: int | None, served: int | None) -> None:
     assert (longest_context(known), served_context(known)) == (longest, served)
+
+
+@pytest.mark.parametrize("odd", ["x", [1], float("nan"), float("inf"), -1, {"a": 1}, True, 10**400])
+def test_lengths_and_factors_that_are_none_are_refused(odd: Any) -> None:
+    """A factor that is a text was multiplied by the length: as many characters, which took all memory."""
+    for known in (
+        config(10**12, rope_type="linear", factor=odd),
+        {"max_position_embeddings": 512, "model_max_length": odd},
+        config(**{**YARN, "original_max_position_embeddings": odd}),
+        {**config(2048, **LONG), "original_max_position_embeddings": odd},
+    ):
+        with pytest.raises(FormatError, match=r"^config\.json: \w+ .{1,70}: must be a number above 0"):
+            served_context(known)
+    with pytest.raises(FormatError, match="max_position_embeddings '0': must be"):
+        longest_context(config(0))
 
 
 def test_positions_are_rotary_or_not() -> None:

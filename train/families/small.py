@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...data.batches import Batch, moved
 from ...data.conversation import Split
@@ -15,7 +15,7 @@ from ...data.store import Capture
 from ...data.teacher_logprobs import Signals
 from ...errors import InputError
 from ...specdec.drafts.small import SmallDraft
-from ...specdec.loading import load_model, load_tokenizer
+from ...specdec.loading import checked_config, load_model, load_tokenizer
 from ...specdec.targets import Target, snapshot, tokenizer_digest
 from ..losses.expected_length import chains_of_runs
 from ..losses.linear_head import Head, LossSettings, Rows, head_of
@@ -113,8 +113,8 @@ class SmallFamily(Family[SmallSettings, SmallDraft]):
         target = load_target()
         if settings.from_model is not None:
             _other_tokenizer(settings, settings.from_model, target)
-            folder = _folder(settings, settings.from_model)
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=settings.trust_remote_code)
+            folder, code = _folder(settings, settings.from_model), settings.trust_remote_code
+            config = checked_config(folder, f"draft.from_model: {settings.from_model}", code)
         else:
             layers_prefix(target.model, target.num_layers)
             config = prune_config(target.config, _kept_layers(settings, target.num_layers))
