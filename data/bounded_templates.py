@@ -37,6 +37,8 @@ _SPARED = 4  # of the steps that a rendering may take for the size of its input,
 _MOST_BITS = 1 << 12
 _MOST_ODD_KEYS = 64  # of a dict that is written out; others than texts can be made to collide
 _STRFTIME_GROWTH = 256  # characters that Python lets the C library make of each of a format
+_MOST_NODES, _MOST_SCOPES = 1 << 15, 1 << 10
+_SCOPES = (nodes.For, nodes.If, nodes.Macro, nodes.CallBlock, nodes.Block, nodes.With, nodes.Scope, nodes.FilterBlock)
 _BUILTIN = (str, list, dict, tuple, int, float)
 _LEFT_OUT = ("pprint", "random", "striptags", "urlize", "xmlattr")
 """Filters whose time or result has no bound in the size of their input, or no fixed one."""
@@ -181,6 +183,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self._most - self._left
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        # Python's own compiler takes 10 kB for an expression, and Jinja's copies all names for each part with its own.
+        for kind, most in ((nodes.Node, _MOST_NODES), (_SCOPES, _MOST_SCOPES)):
+            if (found := sum(1 for _ in source.find_all(kind))) > most:
+                what = f"{found:,} {'expressions' if kind is nodes.Node else 'conditions, loops and macros'}"
+                raise SlowTemplateError(f"target.model: its chat template has {what}; must have {most:,} at most")
         counted = _Counting().visit(source)
         counted.set_environment(self)
         return super()._generate(counted, *args, **kwargs)

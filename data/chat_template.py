@@ -107,7 +107,7 @@ def render(
     """Render messages to prompt ids with the tokenizer's chat template.
 
     Raises InputError for a tokenizer without chat template and for messages that its template refuses,
-    SlowTemplateError where its prompts together take too many steps.
+    SlowTemplateError where it is too large to compile, or its prompts together take too many steps.
     """
     return ids_of_prompt(tokenizer, render_prompt(tokenizer, messages, tools, template_args, prompt_end, engine))
 

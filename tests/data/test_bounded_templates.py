@@ -12,6 +12,7 @@ from byte_level import byte_level_tokenizer
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from draftforge.data import bounded_templates
 from draftforge.data.bounded_templates import LIMITS, BoundedEnvironment
 from draftforge.data.chat_template import render_text
 from draftforge.data.conversation import Message
@@ -216,6 +217,26 @@ def test_a_template_of_many_messages_has_steps_to_spare() -> None:
     tools = [{"type": "function", "function": {"name": f"f{i}", "description": "x" * 500}} for i in range(100)]
     text = render_text(tokenizer, messages, tools)
     assert text.count("\n") == 4_001 and text.count('"function"') == 200
+
+
+@pytest.mark.parametrize(
+    ("piece", "limit", "what"),
+    [
+        ("{{ a }}", "_MOST_NODES", "expressions"),
+        ("{% if a %}{% endif %}", "_MOST_SCOPES", "conditions, loops and macros"),
+    ],
+)
+def test_a_template_that_is_too_large_to_compile_ends_the_run(
+    piece: str, limit: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte of them took gigabytes, or minutes, for each prompt anew."""
+    monkeypatch.setattr(bounded_templates, limit, 20)
+    tokenizer = byte_level_tokenizer(["Hi there"], 262)
+    tokenizer.chat_template = piece * 21
+    with pytest.raises(
+        SlowTemplateError, match=rf"^target\.model: its chat template has [\d,]+ {what}; must have 20 at"
+    ):
+        render_text(tokenizer, ASK)
 
 
 def test_a_template_that_takes_many_steps_each_time_ends_the_run() -> None:
