@@ -292,7 +292,8 @@ def test_a_hub_that_cannot_be_asked_ends_with_3(tmp_path: Path, capsys: pytest.C
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000: must be 1024 at most"),
+        ({"num_hidden_layers": 60_000}, "num_hidden_layers 60000: must be 1024 at most"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000: must be 65,536 at most"),
         ({"vocab_size": 10**13}, "no model has so many"),
         ({"vocab_size": 20_000_000}, "drafts.eagle3: vocab_size = 20000000"),
     ],
