@@ -225,7 +225,9 @@ def _growing_at_most(tensors: int, elements: int, where: str, why: str) -> Itera
 
     def count_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         # Tables of positions and masks, which no file holds.
-        kept[0] += 0 if buffer is None or not buffer.is_meta else buffer.numel()
+        if buffer is None or not buffer.is_meta:
+            return
+        kept[0] += buffer.numel()
         if kept[0] > elements + _MOST_BUFFERS:
             raise FormatError(f"{where}: config.json asks for {name} of {buffer.numel():,} numbers or more, {why}")
 
