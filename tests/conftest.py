@@ -4,6 +4,7 @@ import atexit
 import gc
 import json
 import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -35,6 +36,7 @@ hypothesis.settings.register_profile(  # how long an example takes says what els
 )
 hypothesis.settings.load_profile("untimed")
 unsynced()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would its children
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL_TARGET = ROOT / ".cache" / "smollm2-135m-instruct"
