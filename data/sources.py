@@ -17,7 +17,7 @@ import pyarrow as pa
 from .. import fingerprint, progress
 from ..errors import DraftforgeError, InputError, RecipeError, named
 from ..storage import check_hub_name, inside, read_object
-from . import files
+from . import file_search, files
 from .concurrency import Traffic
 from .logs.chat import Entry, JoinedLines, LogReader
 from .logs.readers import FORMATS
@@ -113,7 +113,7 @@ def check_kinds(sources: Sequence[Source], base_dir: Path) -> None:
             continue
         # The first file that holds anything. A line of text may always be a prompt, unless it is an engine's own.
         first = next(
-            (path for path in files.find(base_dir, source.path, source.follow_links) if path.stat().st_size), None
+            (path for path in file_search.find(base_dir, source.path, source.follow_links) if path.stat().st_size), None
         )
         if first is None:
             continue
@@ -136,7 +136,7 @@ def detect_kind(base_dir: Path, path: str) -> tuple[FileKind, bool]:
     The kind is the one of which the first lines give most conversations, of equal ones the strictest. Raises
     MissingFileError, or InputError where no kind gives any.
     """
-    first = next((one for one in files.find(base_dir, path) if one.stat().st_size), None)
+    first = next((one for one in file_search.find(base_dir, path) if one.stat().st_size), None)
     if first is None:
         raise InputError(f"{path}: is empty; must be a log")
     source = FileSource.model_validate({"kind": "prompts", "path": path})
@@ -268,7 +268,7 @@ def units(
         return _target_prompts(source, base_dir, index, sample_prompts)
     if isinstance(source, DatasetSource):
         return _dataset_rows(source, base_dir)
-    paths = files.find(base_dir, source.path, source.follow_links)
+    paths = file_search.find(base_dir, source.path, source.follow_links)
     return _file_units(source, paths, _file_items(source, paths, f"reading {source.path}"), counts)
 
 
@@ -317,13 +317,13 @@ def input_digests(settings: MixSettings, base_dir: Path) -> dict[str, str]:
     named_files += [(f"ancestors[{i}]", f"{name}/manifest.json") for i, name in enumerate(settings.ancestors)]
     for key, name in named_files:
         with named(f"mix.{key}"):
-            digests[key] = fingerprint.of_file(files.require_file(base_dir / name))
+            digests[key] = fingerprint.of_file(file_search.require_file(base_dir / name))
     return digests
 
 
 def _input_digest(source: Source, base_dir: Path) -> str:
     if isinstance(source, FileSource):
-        return files.digest(base_dir, source.path, source.follow_links)
+        return file_search.digest(base_dir, source.path, source.follow_links)
     if isinstance(source, DatasetSource):
         # A local dataset counts by its files; a hub one by its name, as it may not be at hand.
         folder = base_dir / source.name
@@ -336,7 +336,7 @@ def _input_digest(source: Source, base_dir: Path) -> str:
 
 def _servers(paths: Sequence[Path]) -> dict[Path, str]:
     """Name the server that wrote each file: the path of its log below the common folder, without a suffix."""
-    logs = files.whole_logs(paths)
+    logs = file_search.whole_logs(paths)
     root = os.path.commonpath([log.parent for log in logs.values()])
     return {
         path: re.sub(r"\.(log|jsonl?|txt|out)$", "", log.relative_to(root).as_posix()) or log.parent.name

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import storage
-from ..data import files
+from ..data import file_search, files
 from ..data.record_outcomes import SourceCounts
 from ..data.settings import LABEL, FileSource
 from ..data.sources import detect_kind, read_records
@@ -119,7 +119,7 @@ def _look_at(settings: TargetSettings) -> TargetFacts:
 def _source(log: Path) -> FileSource:
     """The source that reads a log. Raises InputError where no kind does."""
     kind, named = detect_kind(Path(), str(log))
-    path = next(iter(files.find(Path(), str(log))))
+    path = next(iter(file_search.find(Path(), str(log))))
     return FileSource.model_validate(
         {
             "kind": kind,
@@ -256,7 +256,7 @@ def _domain_fields(log: Path, source: FileSource) -> dict[str, Counter[str]]:
     """Fields that every one of the first lines has, with a few values that could be domains, and their counts."""
     if source.kind in ("vllm", "sglang", "prompts"):
         return {}
-    paths = [one for one in files.find(Path(), str(log)) if one.stat().st_size]
+    paths = [one for one in file_search.find(Path(), str(log)) if one.stat().st_size]
     lines: list[dict[str, Any]] = []
     for item in itertools.islice(files.objects(paths[:1], ""), _LOOKED_AT):
         with suppress(InputError):  # counted as broken where the log is read

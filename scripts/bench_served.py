@@ -34,12 +34,10 @@ import shlex
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,8 +45,6 @@ import pyarrow as pa
 import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from draftforge import fingerprint, storage
 from draftforge.data.chat_template import render
@@ -70,6 +66,7 @@ from draftforge.pipeline.workspace import Workspace
 from draftforge.progress import bar, say
 from draftforge.recipe import load_recipe
 from draftforge.registry.lineage import git_commit
+from draftforge.scripts.served_table import percent, rankings, show
 from draftforge.scripts.vllm_servers import (
     PLAIN,
     Draft,
@@ -489,99 +486,6 @@ def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None
     storage.write_json(bench.file, bench.found)
 
 
-def percent(ours: float | None, served: float | None) -> float | None:
-    """How far ours lies above the served one, in percent of it."""
-    return None if ours is None or not served else 100 * (ours / served - 1)
-
-
-def rankings(rows: Sequence[Json]) -> list[Json]:
-    """Order of the checkpoints of each draft, best first, by what is served and by ours, at each K and concurrency."""
-    found, groups = list[Json](), dict[tuple[Any, ...], list[Json]]()
-    for row in rows:
-        if row["step"] is not None and "failed" not in row:
-            groups.setdefault((row["draft"], row["draft_tokens"], row["concurrency"]), []).append(row)
-    for (draft, K, size), group in groups.items():
-        if len(group) < 2:
-            continue
-        entry: Json = {"draft": draft, "draft_tokens": K, "concurrency": size}
-        for figure in ("tau", "speedup"):
-            ours = "ours" if figure == "tau" else "promised"
-            pair = [f"{figure}_served", f"{figure}_{ours}"]
-            order = [
-                [row["step"] for row in sorted(group, key=lambda row: -row[name])]
-                if all(row[name] is not None for row in group)
-                else None
-                for name in pair
-            ]
-            entry |= dict(zip(pair, order, strict=True))
-            entry[f"{figure}_equal"] = None if None in order else order[0] == order[1]
-        entry["tau_ties"] = ties(group)
-        found.append(entry)
-    return found
-
-
-def ties(group: Sequence[Json]) -> list[list[int]]:
-    """Neighbouring checkpoints by our tau whose intervals overlap."""
-    known = [row for row in group if row.get("tau_low") is not None and row["tau_ours"] is not None]
-    ranked = sorted(known, key=lambda row: -row["tau_ours"])
-    return [[one["step"], two["step"]] for one, two in pairwise(ranked) if one["tau_low"] <= two["tau_high"]]
-
-
-def show(bench: Bench, console: Console) -> None:
-    """Print the table, the rankings, notes and what failed."""
-    table = Table(title=f"{bench.found['settings']['new_tokens']} tokens an answer, T = 0; {bench.found['hardware']}")
-    columns = "engine|draft|step|K|conc.|tau served|ours|%|accepted served|ours|tokens/s|speed-up served"
-    for title in f"{columns}|promised|%|by own rounds|equal".split("|"):
-        table.add_column(title)
-    for row in bench.found["rows"]:
-        about = [row["engine"], row["draft"], number(row["step"], ".0f"), row["draft_tokens"] or "-"]
-        cells = [escape(str(one)) for one in (*about, row["concurrency"])]
-        if "failed" in row:
-            table.add_row(*cells, "", escape(row["failed"]))
-            continue
-        cells += [number(row.get("tau_served")), number(row.get("tau_ours"))]
-        cells += [number(row.get("tau_percent"), "+.1f")]
-        cells += [" ".join(map(number, row.get(f"accepted_{side}") or [])) for side in ("served", "ours")]
-        cells += [number(row.get("tokens_per_second"), ",.0f"), number(row.get("speedup_served"))]
-        cells += [number(row.get("speedup_promised")), number(row.get("speedup_percent"), "+.1f")]
-        cells += [number(row.get("speedup_by_own_rounds"))]
-        table.add_row(*cells, number(row.get("equal_answers"), ".0%"))
-    console.print(table)
-    for row in bench.found["rows"]:
-        if row.get("tokens_per_second_again") is not None:
-            once, again = row["tokens_per_second"], row["tokens_per_second_again"]
-            speeds = f"{number(once, ',.0f')} tokens/s, and {number(again, ',.0f')} when all others had been measured"
-            console.print(
-                f"plain, concurrency {row['concurrency']}: {speeds} ({number(percent(again, once), '+.1f')} %)"
-            )
-        if row.get("speedup_by_synthetic") is not None:
-            off = number(percent(row["speedup_by_synthetic"], row["speedup_served"]), "+.1f")
-            where = f"{row['draft']}, K={row['draft_tokens']}, concurrency {row['concurrency']}"
-            console.print(
-                f"{where}: promised {number(row['speedup_by_synthetic'])} ({off} %) by times with synthetic acceptance"
-            )
-    for one in bench.found["rankings"]:
-        parts = [
-            f"{name.replace('_', ' ')} {' > '.join(map(str, order)) if order else '-'}"
-            for name, order in one.items()
-            if name.endswith(("_served", "_ours", "_promised"))
-        ]
-        alike = {True: "equal", False: "not equal", None: "not known"}
-        tied = ", ".join(" = ".join(map(str, pair)) for pair in one["tau_ties"])
-        ends = f"tau {alike[one['tau_equal']]}, speed-up {alike[one['speedup_equal']]}{tied and f'; ties: {tied}'}"
-        where = f"steps of {one['draft']}, K={one['draft_tokens']}, concurrency {one['concurrency']}"
-        console.print(f"{where}: {'; '.join(parts)} ({ends})", markup=False)
-    for note in Counter(note for one in bench.found["servers"].values() for note in one["notes"]):
-        console.print(f"note: {note}", markup=False)
-    for of, why in bench.found["failed"].items():
-        console.print(f"{of} failed: {why}", markup=False)
-
-
-def number(value: float | None, form: str = ".2f") -> str:
-    """A figure, or a dash where it is not known."""
-    return "-" if value is None else format(value, form)
-
-
 @app.command()
 def main(
     out: Annotated[Path, typer.Argument(help="Results are written there.")],
@@ -661,9 +565,9 @@ def main(
     # 3) Both.
     bench.found |= {"hardware": hardware(), "torch": torch.__version__, "commit": git_commit(), "command": sys.argv}
     compare(bench, setups, sizes)
-    show(bench, Console(width=200))
+    show(bench.found, Console(width=200))
     with (bench.out / "table.txt").open("w") as stream:
-        show(bench, Console(width=200, file=stream))
+        show(bench.found, Console(width=200, file=stream))
     if bench.found["failed"]:
         raise typer.Exit(EngineError.exit_code)
 

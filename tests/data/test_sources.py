@@ -10,7 +10,7 @@ import datasets
 import pytest
 from pydantic import TypeAdapter
 
-from draftforge.data.files import digest, find
+from draftforge.data.file_search import digest, find
 from draftforge.data.record_outcomes import SourceCounts
 from draftforge.data.records import Record
 from draftforge.data.settings import MixSettings, Source

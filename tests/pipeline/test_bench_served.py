@@ -21,7 +21,7 @@ from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.engine_costs import answer_lengths
 from draftforge.eval.serving_load import LoadTimes
 from draftforge.eval.settings import LoadSettings
-from draftforge.scripts import bench_served, vllm_servers
+from draftforge.scripts import bench_served, served_table, vllm_servers
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.sampling_settings import SamplingSettings
@@ -234,12 +234,12 @@ def test_checkpoints_are_ranked_by_what_is_served_and_by_ours() -> None:
 
     failed = {"draft": "a", "step": 9, "draft_tokens": 2, "concurrency": 8, "failed": "no server"}
     rows = [row(1, 1.5, 1.4, 1.1, 1.2), row(2, 1.7, 1.6, 1.3, 1.1), failed, row(3, 1.9, 1.8, 1.2, 1.3, "alone")]
-    (found,) = bench_served.rankings(rows)
+    (found,) = served_table.rankings(rows)
     assert (found["tau_served"], found["tau_ours"], found["tau_equal"]) == ([2, 1], [2, 1], True)
     assert (found["speedup_served"], found["speedup_promised"]) == ([2, 1], [1, 2])
     assert found["speedup_equal"] is False
-    (unknown,) = bench_served.rankings([row(1, 1.5, None, 1.1, 1.2), row(2, 1.7, 1.6, 1.3, 1.1)])
+    (unknown,) = served_table.rankings([row(1, 1.5, None, 1.1, 1.2), row(2, 1.7, 1.6, 1.3, 1.1)])
     assert unknown["tau_ours"] is None and unknown["tau_equal"] is None and unknown["tau_ties"] == []
     intervals = [(1, 1.4, 1.3, 1.5), (2, 1.6, 1.5, 1.7), (3, 1.9, 1.8, 2.0)]
     sure = [row(step, 1.0, ours, 1, 1) | {"tau_low": low, "tau_high": high} for step, ours, low, high in intervals]
-    assert bench_served.rankings(sure)[0]["tau_ties"] == [[2, 1]]
+    assert served_table.rankings(sure)[0]["tau_ties"] == [[2, 1]]

@@ -45,3 +45,15 @@ def write_lines(path: Path, *lines: str) -> Path:
     """A file of these lines."""
     path.write_text("".join(line + "\n" for line in lines))
     return path
+
+
+def asked(text: str, *before: str) -> str:
+    """A prompt in ChatML, with the assistant's turn begun."""
+    return "".join(before) + f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def finished(name: str, text: str, reason: str = "{'type': 'stop'}", **fields: str) -> str:
+    """SGLang's line of a request that ended."""
+    obj = ", ".join(f"{key}={value}" for key, value in {"rid": repr(name), "text": repr(text), **fields}.items())
+    out = f"{{'text': 'Yes', 'meta_info': {{'finish_reason': {reason}, 'e2e_latency': 2.0}}}}"
+    return f"[2026-11-28 10:00:04] Finish: obj=GenerateReqInput({obj}), out={out}"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from log_reading import SAMPLES, read_log, write_lines
 from pydantic import ValidationError
 
-from draftforge.data import files
+from draftforge.data import file_search, files
 from draftforge.errors import InputError, MissingFileError
 
 
@@ -88,13 +88,13 @@ def test_links_to_folders_are_read_once_or_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     (folder / "latest").symlink_to(folder / "2026")
     (folder / "old").symlink_to(".old")
-    assert sorted(path.name for path in files.find(tmp_path, "logs")) == ["a.txt", "b.txt", "c.txt"]
+    assert sorted(path.name for path in file_search.find(tmp_path, "logs")) == ["a.txt", "b.txt", "c.txt"]
     (folder / "linked").symlink_to(outside)
     (folder / "2026" / "again").symlink_to(outside / "deep")
     (outside / "back").symlink_to(folder)
     with pytest.raises(InputError, match=r"logs/linked: is a link out of .*logs; follow_links of its source reads it"):
-        files.find(tmp_path, "logs")
-    found = files.find(tmp_path, "logs", follow_links=True)
+        file_search.find(tmp_path, "logs")
+    found = file_search.find(tmp_path, "logs", follow_links=True)
     assert sorted(path.name for path in found) == ["a.txt", "b.txt", "c.txt", "d.txt", "e.txt"]
 
 
@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("os.scandir", refused)
     with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)"):
-        files.find(tmp_path.parent, tmp_path.name)
+        file_search.find(tmp_path.parent, tmp_path.name)
 
 
 @pytest.mark.parametrize("pattern", ["*/*.txt", "**/*.txt", "*/d*/x.txt", "b/*.txt", "**"])
@@ -114,7 +114,7 @@ def test_a_folder_on_the_way_of_a_pattern_that_cannot_be_read_is_an_error(
     for name in ("a/x.txt", "a/deep/x.txt", "b/x.txt", "b/deep/x.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert files.find(tmp_path, pattern)
+    assert file_search.find(tmp_path, pattern)
     listed = os.scandir
 
     def some(path: Any = ".") -> Any:
@@ -124,8 +124,8 @@ def test_a_folder_on_the_way_of_a_pattern_that_cannot_be_read_is_an_error(
 
     monkeypatch.setattr("os.scandir", some)
     with pytest.raises(InputError, match=r"/b: cannot be read \(Permission denied\)"):
-        files.find(tmp_path, pattern)
-    assert len(files.find(tmp_path, "b/deep/*.txt")) == 1  # nothing has to be listed there
+        file_search.find(tmp_path, pattern)
+    assert len(file_search.find(tmp_path, "b/deep/*.txt")) == 1  # nothing has to be listed there
 
 
 @pytest.mark.parametrize("name", ["logs", "logs/*.txt", "logs/**", "*/lost.txt", "*/*/x.txt"])
@@ -136,7 +136,7 @@ def test_a_link_to_nothing_is_an_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "logs" / "lost.txt").symlink_to("gone")
     for follow_links in (False, True):
         with pytest.raises(InputError, match=r"lost\.txt: is a link to nothing"):
-            files.find(tmp_path, name, follow_links)
+            file_search.find(tmp_path, name, follow_links)
 
 
 @pytest.mark.parametrize("rotation", ["renamed", "copied and cut", "moved away"])
@@ -144,7 +144,7 @@ def test_a_log_that_is_rotated_while_it_is_read_is_an_error(tmp_path: Path, rota
     old, log = tmp_path / "log.1", tmp_path / "log"
     for path in (old, log):
         path.write_bytes(b"".join(LINES))
-    found = files.objects(files.find(tmp_path, "."), "")
+    found = files.objects(file_search.find(tmp_path, "."), "")
     next(found)
     with log.open("ab") as more:  # what is written meanwhile does no harm
         more.write(LINES[0])
@@ -203,9 +203,9 @@ def test_files_of_a_rotated_log_are_read_in_the_order_of_time(tmp_path: Path) ->
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     for pattern in (".", "**/*"):
-        found = files.find(tmp_path, pattern)
+        found = file_search.find(tmp_path, pattern)
         assert [path.relative_to(tmp_path).as_posix() for path in found] == ROTATED
-    whole = {path.relative_to(tmp_path).as_posix() for path in files.whole_logs(found).values()}
+    whole = {path.relative_to(tmp_path).as_posix() for path in file_search.whole_logs(found).values()}
     assert whole == {
         *(f"logs/{name}" for name in ("a.log", "b.log", "c.log", "d.1.jsonl", "d.2.jsonl", "v1.2", "v1.3")),
         "other/0.log",
@@ -213,7 +213,9 @@ def test_files_of_a_rotated_log_are_read_in_the_order_of_time(tmp_path: Path) ->
         "t/z.log",
     }
     days = ["2026-11-30.log", "2026-12-01.log", "2026-12-01.1.log"]
-    assert files.whole_logs([tmp_path / day for day in days]) == {tmp_path / day: tmp_path / ".log" for day in days}
+    assert file_search.whole_logs([tmp_path / day for day in days]) == {
+        tmp_path / day: tmp_path / ".log" for day in days
+    }
 
 
 def test_digests_are_of_contents_and_names_below_the_folder(tmp_path: Path) -> None:
@@ -221,11 +223,15 @@ def test_digests_are_of_contents_and_names_below_the_folder(tmp_path: Path) -> N
         (tmp_path / root / "in").mkdir(parents=True)
         (tmp_path / root / "in" / "a.txt").write_text("a")
         (tmp_path / root / "in" / "b.txt").write_text("b")
-    assert files.digest(tmp_path, "x/in") == files.digest(tmp_path, "y/in") == files.digest(tmp_path / "x", "in")
-    assert files.digest(tmp_path, "x/in/*.txt") == files.digest(tmp_path, "y/in/[ab].txt")
-    before = files.digest(tmp_path, "x/in")
+    assert (
+        file_search.digest(tmp_path, "x/in")
+        == file_search.digest(tmp_path, "y/in")
+        == file_search.digest(tmp_path / "x", "in")
+    )
+    assert file_search.digest(tmp_path, "x/in/*.txt") == file_search.digest(tmp_path, "y/in/[ab].txt")
+    before = file_search.digest(tmp_path, "x/in")
     (tmp_path / "x" / "in" / "b.txt").rename(tmp_path / "x" / "in" / "c.txt")
-    assert files.digest(tmp_path, "x/in") != before
+    assert file_search.digest(tmp_path, "x/in") != before
 
 
 def test_arrays_and_values_over_many_lines(tmp_path: Path) -> None:
