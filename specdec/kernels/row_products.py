@@ -13,14 +13,14 @@ Products are summed in float32 and rounded where the modules round. A row's resu
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from .early_launch import early, fetch
 
 _FEW = 8  # rows that a program each multiplies; more of them by tensor cores
 _MOST_ROWS = 96
@@ -112,13 +112,6 @@ def _multiply(
         num_warps=blocks.warps, num_stages=5,
     )  # fmt: skip
     return output
-
-
-@cache
-def early(device: torch.device) -> dict[str, bool]:
-    """Options of a kernel that may begin while the one before it ends, where the device can; it waits by itself."""
-    can = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"EARLY": can, "launch_pdl": can}
 
 
 def _blocks(rows: int, width: int, kind: int) -> Blocks:
@@ -383,11 +376,3 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
                 w = tl.load(at + second, mask=real & inside, other=0.0)
                 high = tl.dot(v, tl.trans(w), high, input_precision="ieee")
     _finish(low, high, beside, row[:, None], column[None, :], stored, output, size, KIND, ADDED, HALF)
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def fetch(at):  # type: ignore[no-untyped-def]
-    """Ask for the memory lines of these addresses, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .row_products import early
+from .early_launch import early
 
 _BLOCK = 2048  # logits of a program
 _FEW_KEYS = 256  # that one warp compares sooner than four

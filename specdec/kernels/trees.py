@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .row_products import early
+from .early_launch import early
 from .top_tokens import ordered_key
 
 _ROWS = 16  # of the mask that a program makes

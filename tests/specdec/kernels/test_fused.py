@@ -125,7 +125,7 @@ def test_layers_add_in_their_norms_and_products(dtype: torch.dtype) -> None:
     ("family", "decoded"),
     [("llama", True), ("mistral", True), ("qwen2", False), ("qwen3", False)],
 )
-def test_few_rows_are_decoded_by_five_kernels(family: str, decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_decoded_by_few_kernels(family: str, decoded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chains and trees, with what the layer tells its attention; other parts than the kernels take stay."""
     name, options = SUPPORTED[family]
     model = CausalModel(tiny(name, {**options, "num_hidden_layers": 2}).requires_grad_(False))
