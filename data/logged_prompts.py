@@ -22,7 +22,16 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 
 from ..errors import InputError
 from .chat_template import chat_template_for, ids_of_prompt, template_tree, turn_ids, turn_prompt
-from .conversation import NO_SYSTEM_PROMPT, OTHER_READINGS, Conversation, LoggedPrompt, PromptCount, Turn, turn_ends
+from .conversation import (
+    NO_HISTORY,
+    NO_SYSTEM_PROMPT,
+    OTHER_READINGS,
+    Conversation,
+    LoggedPrompt,
+    PromptCount,
+    Turn,
+    turn_ends,
+)
 from .dedup import NO_TURNS, TurnKeys
 from .logs.parsing import prompt_digest
 from .settings import RESERVED_ARGS
@@ -34,6 +43,11 @@ OTHER_COUNT = "its prompt has another number of tokens than the log counts"
 UNPROVEN = "the log does not show that its prompt was this one"
 NOT_ANSWERED = "the log shows that its engine refused it or failed at it"
 EITHER_WAY = "its request makes other prompts if it is read otherwise, and the log does not show which it was"
+_LACKING = {
+    NO_SYSTEM_PROMPT: "LiteLLM logs no system prompt that was sent as blocks",
+    NO_HISTORY: "Langfuse's client does not log which response a request continues, or its stored prompt",
+}
+"""What a log may lack, by the end of its counter's name."""
 _SAMPLED = 256  # prompts of a counter that tell whose tokens it counts
 _TRIED = 64  # prompts with another number of tokens that settings are tried on
 _MOST_KEPT = 8  # numbers and hashes of one prompt
@@ -297,16 +311,16 @@ class PromptCheck:
 
     def _in_doubt(self, conversation: Conversation, logged: LoggedPrompt | None) -> bool:
         """Whether a prompt must be shown to be the served one: vLLM makes it by other code; or no number can be
-        compared, and its log shows served prompts, or may lack its system prompt."""
+        compared, and its log shows served prompts, or may lack a part of it."""
         own_code = self._own_code and conversation.engine == "vllm" and not self._ask_unproven
         if logged is None or self._told(logged):
             return own_code
         shown = bool(logged.served) and not self._ask_unproven
-        return own_code or shown or self._may_lack_system(logged.counts)
+        return own_code or shown or self._may_lack_a_part(logged.counts)
 
-    def _may_lack_system(self, counts: Sequence[PromptCount]) -> bool:
-        """Whether all requests of a prompt may have had a system prompt that their log lacks."""
-        lacking = bool(counts) and all(one.counter.endswith(NO_SYSTEM_PROMPT) for one in counts)
+    def _may_lack_a_part(self, counts: Sequence[PromptCount]) -> bool:
+        """Whether all requests of a prompt may have had a system prompt, or earlier messages, that their log lacks."""
+        lacking = bool(counts) and all(one.counter.endswith(tuple(_LACKING)) for one in counts)
         return lacking and not self._ask_unproven
 
     def _counts_our_tokens(self, counter: str) -> bool:
@@ -349,8 +363,8 @@ class PromptCheck:
         """What was found of a counter; empty: nothing to tell."""
         title, sampled = f"prompt tokens of {name}", self._sampled[name]
         more = f"; {found.redacted:,} not compared, as something in them was redacted" if found.redacted else ""
-        if name.endswith(NO_SYSTEM_PROMPT):
-            more += "; LiteLLM logs no system prompt that was sent as blocks"
+        if lacking := next((what for end, what in _LACKING.items() if name.endswith(end)), ""):
+            more += f"; {lacking}"
             more += (
                 ""
                 if self._ask_unproven

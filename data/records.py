@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from ..storage import utf8
 from .conversation import (
+    NO_HISTORY,
     NO_SYSTEM_PROMPT,
     OTHER_READINGS,
     ROLES,
@@ -28,6 +29,7 @@ from .conversation import (
 from .domain_rules import domain_by_rule
 from .logs.anthropic import BILLING_HEADER
 from .logs.chat import (
+    HISTORY_UNKNOWN,
     MOST_TOKENS,
     SYSTEM_UNKNOWN,
     LeftOut,
@@ -587,6 +589,7 @@ def _counter(source: FileSource | DatasetSource | TargetSource, lookup: Lookup) 
     model = lookup("model") or lookup("provided_model_name")  # the latter in Langfuse's exports
     streamed = ", streamed" if lookup("stream") is True else ""
     lacking = NO_SYSTEM_PROMPT if lookup(SYSTEM_UNKNOWN) is True else ""
+    lacking = NO_HISTORY if lookup(HISTORY_UNKNOWN) is True else lacking
     name = utf8(model) if isinstance(model, str) else ""
     return f"{source.kind}{f', model {name}' if name else ''}{streamed}{lacking}"
 

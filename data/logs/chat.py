@@ -31,6 +31,7 @@ Reason = Literal[
     "settings beside the request",
     "another request beside it",
     "system prompt that the log may lack",
+    "earlier messages that the log may lack",
     "logged twice",
     "several requests of one id at once",
     "Messages API of SGLang",
@@ -51,8 +52,8 @@ Reason = Literal[
 """Reasons why a log line gives no conversation. Such lines are counted and are no error."""
 
 
-SYSTEM_UNKNOWN = "system_prompt_unknown"
-"""Field of a line whose request may have had a system prompt that is not logged."""
+SYSTEM_UNKNOWN, HISTORY_UNKNOWN = "system_prompt_unknown", "history_unknown"
+"""Fields of a line whose request may have had a system prompt, or earlier messages, that are not logged."""
 RESPONSES = ("response", "response_body", "responseBody")
 """Names under which proxies log a response."""
 

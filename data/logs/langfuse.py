@@ -12,6 +12,7 @@ from typing import Any
 from ...errors import InputError
 from . import anthropic
 from .chat import (
+    HISTORY_UNKNOWN,
     Entry,
     Reason,
     Timing,
@@ -46,6 +47,9 @@ _PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inp
 _ANSWER_COUNTS = ("output", "completion_tokens", "completionTokens", "output_tokens", "outputTokens", "outputUsage")
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _LIMITS = ("max_tokens", "max_completion_tokens")
+_OF_RESPONSES = {"max_output_tokens", "reasoning_summary"}
+_ITEMS = re.compile(r"reasoning|\w+_call")
+"""Types of items in an answer of the Responses API, beside messages."""
 _OF_AI_SDK = {"maxRetries", "maxSteps", "toolChoice", "finishReason"}
 
 
@@ -64,13 +68,20 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
 
     # 2) The request: model parameters, and the input, which is a request body or bare messages.
     given = decoded(value.get("input"))
-    answered = is_of_messages_api(decoded(value.get("output")))
-    parameters = _parameters(decoded(_either(value, "model_parameters")))
+    output, told = decoded(value.get("output")), decoded(_either(value, "model_parameters"))
+    parameters, continues = _parameters(told), _is_of_responses_api(output, told)
+    answered = False if continues else is_of_messages_api(output)
     request, reason, others = _request(given, parameters, engine, answered)
     reason = _refusal(value, given, request) or reason
+    timing = _timing(value)
+    # What the Responses API keeps of earlier requests is in no log; the number of tokens shows it.
+    if continues and reason == "raw prompt":
+        reason = "no chat request"
+    elif continues and reason is None and not timing.prompt_tokens:
+        reason = "earlier messages that the log may lack"
 
     # 3) Labels; a session, or else a trace, is a thread.
-    line = labels(decoded(value.get("metadata")), value)
+    line = labels(decoded(value.get("metadata")), value) | ({HISTORY_UNKNOWN: True} if continues else {})
     thread = _either(value, "session_id") or _either(value, "trace_id")
     if thread:
         line.setdefault("group", thread)
@@ -90,7 +101,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         answer = _answer(value.get("output"))
         request, *others = as_sent([request, *others], answer)
         line |= {"request": request, "messages": with_answer(request["messages"], answer)}
-    yield Entry(where, line, reason, _timing(value), others=others)
+    yield Entry(where, line, reason, timing, others=others)
 
 
 def _either(value: Mapping[str, Any], name: str) -> Any:
@@ -117,6 +128,19 @@ def _refusal(value: Mapping[str, Any], given: Any, request: Mapping[str, Any]) -
     if not request.get("tools") and decoded(_either(value, "tool_definitions")) not in (None, "", {}, []):
         return "tools without their definitions"
     return None
+
+
+def _is_of_responses_api(output: Any, parameters: Any) -> bool:
+    """Whether an answer came from the Responses API, whose requests may continue a response that the server keeps: by
+    its items and parts, or by what is set."""
+    given = parameters if isinstance(parameters, dict) else {}
+    if _OF_RESPONSES & given.keys() or str(given.get("system")).endswith(".responses"):
+        return True
+    items = [item for item in (output if isinstance(output, list) else [output]) if isinstance(item, dict)]
+    parts = [part for item in items for part in _listed(item.get("content")) if isinstance(part, dict)]
+    return any(_ITEMS.fullmatch(str(item.get("type"))) for item in items) or any(
+        part.get("type") == "output_text" or "annotations" in part for part in parts
+    )
 
 
 def _replaced(value: Any) -> str | None:
@@ -357,6 +381,8 @@ def _has_blocks(value: Mapping[str, Any]) -> bool:
 def _parameters(given: Any) -> dict[str, Any]:
     """Model parameters, with numbers and objects that were logged as text converted; an infinite limit is dropped."""
     found = {name: decoded(value) for name, value in given.items()} if isinstance(given, dict) else {}
+    if "max_output_tokens" in found:  # of the Responses API
+        found["max_completion_tokens"] = found.pop("max_output_tokens")
     # Of the AI SDK's spans Langfuse has names of its own; `system` is the provider, such as `openai.chat`.
     if _OF_AI_SDK & found.keys():
         found.setdefault("max_tokens", found.get("maxTokens"))

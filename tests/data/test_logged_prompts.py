@@ -23,7 +23,7 @@ from draftforge.data.logged_prompts import (
     PromptCheck,
 )
 from draftforge.data.logs.parsing import prompt_digest
-from draftforge.data.mix import build_mix, load_mix
+from draftforge.data.mix import build_mix, load_manifest, load_mix
 from draftforge.data.settings import MixSettings
 
 TEMPLATE = """\
@@ -155,6 +155,53 @@ def test_what_may_have_had_another_prompt_is_asked_where_the_log_shows_the_same_
     assert (f"not compared: of 8 requests {8 - same} have another number" in line) == (same == 1)
     assert "1 not compared, as" not in line
     assert "LiteLLM logs no system prompt that was sent as blocks: where it counts others than the prompt has" in line
+
+
+def test_requests_of_the_responses_api_are_asked_where_the_number_of_tokens_shows_that_they_continue_none(
+    tmp_path: Path, tokenizer: Any, length: Callable[..., int]
+) -> None:
+    """Langfuse's client does not log `previous_response_id`: a request that continues a response looks like a first."""
+    message: Json = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]}
+
+    def observed(text: str, tokens: int | None, **more: Any) -> str:
+        one = {"input": say(text), "output": message, "usage_details": tokens and {"input_tokens": tokens}}
+        return json.dumps({"type": "GENERATION", "model": "m", **one, **more})
+
+    def read(*lines: str) -> tuple[Json, dict[str, bool]]:
+        write_lines(tmp_path / "log.jsonl", *lines)
+        source = {"kind": "langfuse", "path": "log.jsonl", "domain": "d"}
+        folder = tmp_path / str(len(lines))
+        build_mix(MixSettings.model_validate({"sources": [source], "near_threshold": 1.0}), tmp_path, folder)
+        mix = load_mix(folder)
+        check = PromptCheck(tokenizer, mix)
+        return load_manifest(folder)["left_out"], {
+            one.messages[0].text: check.refusal(one, 0) is None for one in mix if one.messages[0].text[:4] != "word"
+        }
+
+    # Whatever tells of the API; what no number shows is left out, and chat completions need none.
+    chat = {"role": "assistant", "content": "Yes."}
+    lines = [
+        *(observed(f"first {i}", length(say(f"first {i}"))) for i in "ab"),
+        *(observed(f"and {i}?", 40 + length(say(f"and {i}?"))) for i in "abc"),
+        observed("uncounted", None),
+        observed("uncounted chat", None, output=chat),
+        observed("a summary", None, output=chat, model_parameters={"reasoning_summary": "auto"}),
+        observed("an SDK's", None, output="Yes.", model_parameters={"maxRetries": 2, "system": "openai.responses"}),
+        observed("a call", None, output=[{"type": "reasoning", "summary": []}, {"type": "function_call"}]),
+        observed("a text", 40, input="Hi"),
+        *(observed(f"word{i} word{i * 7} word{i * 13}", None, output=chat) for i in range(60)),
+    ]
+    left_out, asked = read(*lines)
+    assert left_out == {"earlier messages that the log may lack": 4, "no chat request": 1}
+    assert asked == {**dict.fromkeys(["first a", "first b", "uncounted chat"], False), "uncounted chat": True} | {
+        f"and {i}?": False for i in "abc"
+    }
+    # Where most numbers are the prompts' own, they are of the target's tokenizer.
+    more = [observed(f"again {i}", length(say(f"again {i}"))) for i in "cd"]
+    _, asked = read(*lines, *more)
+    assert [text for text, is_asked in sorted(asked.items()) if is_asked] == [
+        *("again c", "again d", "first a", "first b", "uncounted chat")
+    ]
 
 
 def test_an_extra_body_is_read_as_the_number_of_tokens_tells(
