@@ -8,6 +8,7 @@ counter has the target's tokenizer, an even sample of its prompts tells.
 """
 
 import hashlib
+import itertools
 import math
 from array import array
 from collections import Counter
@@ -53,6 +54,8 @@ _TRIED = 64  # prompts with another number of tokens that settings are tried on
 _MOST_KEPT = 8  # numbers and hashes of one prompt
 _MOST_NAMED = 3
 _EFFORTS = ("none", "low", "medium", "high")
+_SPECIAL_TOKENS = "add_special_tokens: true"
+"""What `/v1/completions` has by default: a prompt that a client rendered begins with two BOS tokens."""
 _DIGEST_BYTES = 16
 
 
@@ -349,8 +352,9 @@ class PromptCheck:
                 _add(found, one, length, place(conversation, turn.index))
             if length not in told and found.tried < _TRIED:
                 found.tried += 1
-                others = _settings(self._tokenizer, conversation, turn)
-                found.restored.update([setting for setting, other in others if self._length(*other) in told][:1])
+                others = ((name, self._length(*one)) for name, one in _settings(self._tokenizer, conversation, turn))
+                every = itertools.chain([(_SPECIAL_TOKENS, length + len(self._tokenizer("")["input_ids"]))], others)
+                found.restored.update([name for name, size in every if size in told][:1])
         return found
 
     def _length(self, conversation: Conversation, turn: Turn) -> int | None:
@@ -383,8 +387,10 @@ class PromptCheck:
             return f"{title}: all {found.compared:,} requests have the logged number{more}"
         for setting, number in sampled.restored.most_common(_MOST_NAMED):
             more += f"; with `{setting}` {number} of {sampled.tried} tried have the logged number"
-        if sampled.restored:
+        if sampled.restored.keys() - {_SPECIAL_TOKENS}:
             more += "; the log does not hold that, and `template_args` of a source sets it for all of its requests"
+        if _SPECIAL_TOKENS in sampled.restored:
+            more += "; a capture never asks with a second BOS, as engines do where clients send a whole prompt"
         return (
             f"{title}: {found.differ:,} of {found.compared:,} requests have another number than logged "
             f"({'; '.join(found.some)}), and turns that were asked by such requests alone are left out{more}"

@@ -11,6 +11,7 @@ from byte_level import byte_level_tokenizer
 from log_reading import write_lines
 from tokenizers import Tokenizer
 from tokenizers.normalizers import Lowercase
+from tokenizers.processors import TemplateProcessing
 
 from draftforge.data.chat_template import render, turn_prompt
 from draftforge.data.conversation import Conversation, Message, turns
@@ -113,6 +114,38 @@ def test_what_a_log_lost_shows_by_the_number_of_tokens(
         least, most = min(apart), max(apart)
         assert ": not compared: of 40 requests 40 have another number (" in told[name] and "at log.jsonl:" in told[name]
         assert f"; {least:+} to {most:+} tokens), as of another tokenizer or template, or where the" in told[name]
+
+
+def test_whole_prompts_that_an_engine_put_a_second_bos_in_front_of_are_left_out_however_many_they_are(
+    tmp_path: Path, length: Callable[..., int]
+) -> None:
+    """A client renders the prompt and sends it to `/v1/completions`, which adds special tokens."""
+    adds = byte_level_tokenizer(["Hi there"], 262)
+    adds.chat_template = TEMPLATE
+    adds.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{adds.bos_token} $A", special_tokens=[(adds.bos_token, adds.bos_token_id)]
+    )
+    texts = {model: [f"{model} {i} of {'many ' * (i % 7)}words" for i in range(8)] for model in ("all", "some", "more")}
+    lines = [
+        logged(model, say(text), length(say(text)) + (2 if model == "more" else model == "all" or i == 5))
+        for model, some in texts.items()
+        for i, text in enumerate(some)
+    ]
+    mix = mix_of(tmp_path, lines)
+    check = PromptCheck(adds, list(mix.values()))
+    refused = {text for text, one in mix.items() if check.refusal(one, 0) is not None}
+    assert refused == {*texts["all"], texts["some"][5]}
+    told = {line.split(":")[0].removeprefix("prompt tokens of openai, model "): line for line in check.lines()}
+    end = "of {0} tried have the logged number; a capture never asks with a second BOS"
+    assert "8 of 8 requests have another number than logged (" in told["all"]
+    for name, number in (("all", 8), ("some", 1)):
+        assert f"; with `add_special_tokens: true` {number} {end.format(number)}" in told[name]
+    assert "not compared: of 8 requests 8 have another number (" in told["more"]
+    # A tokenizer that adds none explains nothing.
+    none = byte_level_tokenizer(["Hi there"], 262)
+    none.chat_template = TEMPLATE
+    check = PromptCheck(none, list(mix.values()))
+    assert {text for text, one in mix.items() if check.refusal(one, 0) is not None} == {texts["some"][5]}
 
 
 @pytest.mark.parametrize("same", [1, 4])
