@@ -4,13 +4,14 @@
 A template comes with a model or an adapter, so from strangers. The sandbox keeps it from reaching anything; here it is
 kept from looping for hours and from making texts of gigabytes. What it does is counted in *steps*, never timed, so the
 same template with the same messages is refused everywhere or nowhere: a round of a loop or a call of a macro is 32 and
-one for each expression in it, a character or an item of what an operation reads or makes is one. What would multiply
+one for each expression in it (8 for a list or dict), a character or an item of what an operation reads or makes is one,
+an item that is copied unread is 4. What would multiply
 (`'a' * 10**9`, a width, a list that holds itself twice, over and over) is counted before it is done. Methods that are
 not counted may not be called.
 """
 
 import re
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sized, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Flag, auto
@@ -20,8 +21,8 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from jinja2 import Template, nodes, pass_context
-from jinja2.exceptions import SecurityError
-from jinja2.runtime import Macro
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -38,6 +39,10 @@ _MOST_BITS = 1 << 12
 _MOST_ODD_KEYS = 64  # of a dict that is written out; others than texts can be made to collide
 _STRFTIME_GROWTH = 256  # characters that Python lets the C library make of each of a format
 _MOST_NODES, _MOST_SCOPES = 1 << 15, 1 << 10
+_LONGEST_NUMBER = 4000  # digits of a width, which Python reads
+_MADE = 8  # of a list or dict that stands in a loop
+_COPIED = 4  # of an item that is copied: of a dict's each takes 50 bytes
+_MOST_REMEMBERED = 32
 _SCOPES = (nodes.For, nodes.If, nodes.Macro, nodes.CallBlock, nodes.Block, nodes.With, nodes.Scope, nodes.FilterBlock)
 _BUILTIN = (str, list, dict, tuple, int, float)
 _LEFT_OUT = ("pprint", "random", "striptags", "urlize", "xmlattr")
@@ -102,12 +107,19 @@ _CONSTANT_TESTS = (
     *("boolean", "callable", "defined", "divisibleby", "even", "false", "filter", "float", "integer", "iterable"),
     *("mapping", "none", "number", "odd", "sameas", "sequence", "string", "test", "true", "undefined"),
 )
+_COMPUTING = ("is divisibleby", "is even", "is odd", "round")
+"""Of a text these would make another one, as `%` and `*` do."""
+_LOOKING_UP = ("is filter", "is in", "is test")
 _UNREAD = _Cost.CONSTANT | _Cost.SHALLOW
 """Of these the result is not read."""
 _COSTS |= {f"is {name}": _Cost.CONSTANT for name in _CONSTANT_TESTS}
-_ROWS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+_ROWS: tuple[type[Any], ...] = (list, tuple, set, frozenset, type({}.keys()), type({}.values()), type({}.items()))
 _PERCENT = re.compile(r"%[^a-zA-Z%]*\*")
 _WIDTH = re.compile(r"(?<!\d)\d++(?:\.\d*+)?+[hlL]?[diouxXeEfFgGcrsa]")
+
+
+_BROKEN: dict[str, str] = {}
+"""Templates that could not be compiled, and why."""
 
 
 @dataclass
@@ -167,12 +179,27 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
         # Names with a space, which no template can write.
         own = {" tick": self._tick, " joined": self._joined, " sliced": self._sliced}
-        dict.update(self.filters, own | {" read": self._read, " entered": self._entered})
+        dict.update(self.filters, own | {" read": self._read, " entered": self._entered, " key": self._key})
+
+    def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compile a template. One that could not be is refused again at once: to read a large one takes seconds, and
+        each conversation asks anew."""
+        if source in _BROKEN:
+            raise TemplateError(_BROKEN[source])
+        try:
+            return super().from_string(source, *args, **kwargs)
+        except (SlowTemplateError, MemoryError):
+            raise
+        except Exception as error:
+            if len(_BROKEN) >= _MOST_REMEMBERED:
+                _BROKEN.clear()
+            _BROKEN[source] = str(error)
+            raise
 
     def begin(self, given: Any) -> int:
         """Begin a rendering of what is given. Returns its size."""
         limits = LIMITS.get()
-        self._left = limits.steps
+        self._left = self._most = limits.steps
         size = self._size(given)
         self._left = self._most = limits.steps + limits.steps_each * size
         return size
@@ -184,11 +211,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
         # Python's own compiler takes 10 kB for an expression, and Jinja's copies all names for each part with its own.
+        every = _all_nodes(source)
         for kind, most in ((nodes.Node, _MOST_NODES), (_SCOPES, _MOST_SCOPES)):
-            if (found := sum(1 for _ in source.find_all(kind))) > most:
+            if (found := sum(isinstance(one, kind) for one in every) - (kind is nodes.Node)) > most:
                 what = f"{found:,} {'expressions' if kind is nodes.Node else 'conditions, loops and macros'}"
                 raise SlowTemplateError(f"target.model: its chat template has {what}; must have {most:,} at most")
-        counted = _Counting().visit(source)
+        counted = _Counting(every).visit(source)
         counted.set_environment(self)
         return super()._generate(counted, *args, **kwargs)
 
@@ -209,9 +237,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 raise SecurityError(f"makes numbers of more than {_MOST_BITS} bits")
         elif operator == "*":
             several, times = (right, left) if isinstance(left, int) else (left, right)
-            self._spend(self._size(several) * (abs(times) if isinstance(times, int) else 1))
+            self._spend(self._size(several) * (max(abs(times), 1) if isinstance(times, int) else 1))
         elif operator == "+":
-            self._spend(sum(len(side) // 4 for side in (left, right) if isinstance(side, str | list | tuple)))
+            self._spend(sum(_copying(side) for side in (left, right) if isinstance(side, str | list | tuple)))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
@@ -221,8 +249,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         owner = getattr(called, "__self__", None)
         if not isinstance(called, BuiltinFunctionType) and not isinstance(owner, _BUILTIN):
             size = 1 if isinstance(called, Macro) else _ROUND + self._size((args, kwargs))
-            if isinstance(called, type) and issubclass(called, dict) and args:
-                size += len(args[0]) ** 2 // _MOST_ODD_KEYS if isinstance(args[0], list | tuple) else 0
+            # `dict` and `namespace`, whichever transformers has in their places, make keys of these.
+            if not isinstance(called, Macro | LoopContext) and args and isinstance(args[0], list | tuple | range):
+                size += len(args[0]) ** 2 // _MOST_ODD_KEYS
+                for pair in () if isinstance(args[0], range) else args[0]:
+                    self._key(pair[0] if isinstance(pair, list | tuple) and pair else pair)
             elif isinstance(called, FunctionType) and called.__name__ == "strftime_now":
                 size *= _STRFTIME_GROWTH
             self._spend(size)
@@ -263,7 +294,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self._before(name, args[0], args[1:], kwargs)
             found = function(*passed, *args, **kwargs)
             if isinstance(found, Iterator):
-                return self._counted(found, self._size((args[1:], kwargs)))
+                self._spend(each := self._size((args[1:], kwargs)))
+                return self._counted(found, each)
             return found if cost & _UNREAD else self._read(found)
 
         return counted
@@ -278,11 +310,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Count what a method, filter or test reads, and what it may make of it."""
         # 1) What does not look into the value.
         given, cost = (*args, *kwargs.values()), _COSTS.get(name, _Cost.WHOLE)
+        if name in _COMPUTING and not isinstance(value, int | float):
+            raise SecurityError(f"computes {name.removeprefix('is ')} of what is no number")
+        for one in (*given, value) if name in _LOOKING_UP else given:
+            self._key(one)
         if cost & _Cost.CONSTANT:
             self._spend(1)
             return
         if cost & _Cost.SHALLOW or (cost & _Cost.SAME_TEXT and isinstance(value, str)):
-            self._spend(1 + (len(value) // 4 if isinstance(value, Sized) else 1))
+            apart = _COPIED * len(value) if name == "list" and isinstance(value, str) else _copying(value)
+            self._spend(1 + apart)
             return
         # 2) What reads all of it, once or more often.
         size, more = self._size(value), self._size(given)
@@ -311,29 +348,31 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._spend(items * more)
             if name == "unique" or any(isinstance(one, list | tuple) for one in given):
                 self._spend(items**2 // _MOST_ODD_KEYS + items * more)
+            for one in value if name == "unique" and isinstance(value, _ROWS) else ():
+                self._key(one)
 
     def _percent(self, text: str, values: Any) -> None:
         """Count what `text % values` makes: each field may show all values, at the widths that it names."""
         if _PERCENT.search(text):
             raise SecurityError("formats to a width that is computed")
-        widths = (int(number[:9]) for found in _WIDTH.findall(text) for number in re.findall(r"\d+", found))
-        self._spend(len(text) + sum(widths) + text.count("%") * self._size(values))
+        self._spend(len(text) + sum(map(_widths, _WIDTH.findall(text))) + max(text.count("%"), 1) * self._size(values))
 
     def _braces(self, text: str, values: Any) -> None:
         """Count what `text.format(values)` makes."""
         specs = [spec for _, field, spec, _ in Formatter().parse(text) if field is not None]
         if any("{" in (spec or "") for spec in specs):
             raise SecurityError("formats to a width that is computed")
-        widths = (int(number[:9]) for spec in specs for number in re.findall(r"\d+", spec or ""))
-        self._spend(len(text) + sum(widths) + len(specs) * self._size(values))
+        self._spend(len(text) + sum(_widths(spec or "") for spec in specs) + len(specs) * self._size(values))
 
     def _size(self, value: Any) -> int:
         """Characters and items in a value, each as often as it stands there; counted no further than the steps last."""
-        size, pending = 0, [value]
+        size, pending, looks = 0, [value], 0
         while pending and size <= self._left:
             one = pending.pop()
-            size += 1
-            if isinstance(one, str | range):
+            size, looks = size + 1, looks + 1
+            if issubclass(type(one), Namespace):  # first, as `isinstance` asks it for its class, slowly
+                pending.append(object.__getattribute__(one, "_Namespace__attrs"))
+            elif isinstance(one, str | range):
                 size += len(one)
             elif isinstance(one, int):
                 size += one.bit_length() // 32
@@ -341,8 +380,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 pending += (*one, *one.values())
             elif isinstance(one, _ROWS):
                 pending += one
-            elif isinstance(one, Namespace):
-                pending.append(object.__getattribute__(one, "_Namespace__attrs"))
+        if size > self._left:  # whoever asked is refused; what was looked at until here is done
+            self._left = max(self._left - looks, 0)
         return size
 
     def _depth(self, value: Any) -> int:
@@ -370,6 +409,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._spend(steps if type(steps) is int and steps > 0 else self._most + 1)
         return ""
 
+    def _key(self, value: Any) -> Any:
+        """What is looked up, if it can be: Python hashes a tuple to its depths, each time anew, and deep ones crash."""
+        if isinstance(value, tuple):
+            if any(isinstance(one, tuple) for one in value):
+                raise SecurityError("looks up a tuple of tuples")
+            self._spend(len(value))
+        return value
+
     def _entered(self, value: Any) -> Any:
         """What a loop goes over."""
         self._spend(len(value) if isinstance(value, Sized) else 1)
@@ -380,7 +427,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def _sliced(self, value: Any, *ends: Any) -> Any:
-        self._spend(len(value) // 4 if isinstance(value, Sized) else 1)
+        self._spend(_copying(value))
         return value[slice(*ends)]
 
 
@@ -399,6 +446,15 @@ class _Wrapped(dict[str, Any]):
 
 class _Counting(NodeTransformer):
     """Puts the counting into a template's tree: into loops and macros, and around what the environment does not see."""
+
+    def __init__(self, every: Sequence[nodes.Node]) -> None:
+        """`every`: all nodes of the tree, each before those in it."""
+        self._written: dict[int, int] = {}
+        """Steps of what stands in a node, by its id."""
+        for node in reversed(every):
+            own = len(node.data) if isinstance(node, nodes.TemplateData) else 1
+            own = _MADE if isinstance(node, nodes.List | nodes.Dict) else own
+            self._written[id(node)] = own + sum(self._written[id(inner)] for inner in node.iter_child_nodes())
 
     def visit_For(self, node: nodes.For) -> Any:
         return self._tick(node, node)
@@ -421,6 +477,8 @@ class _Counting(NodeTransformer):
         if texts.count(False) > _MOST_ODD_KEYS:
             raise SecurityError(f"has a dict with more than {_MOST_ODD_KEYS} keys that are computed")
         self.generic_visit(node)
+        for pair in node.items:
+            pair.key = _looked_up(pair.key)
         return node
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
@@ -435,27 +493,33 @@ class _Counting(NodeTransformer):
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
+            node.arg = _looked_up(node.arg)
             return node
         ends = (node.arg.start, node.arg.stop, node.arg.step)
         return _filter(node.node, " sliced", *(end or nodes.Const(None) for end in ends))
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        # What is compared with a constant is not read; what is searched for one is.
+        # What is compared with a constant alone is not read; what is searched for one is.
         sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
-        constant = any(isinstance(side.expr, nodes.Const) for side in sides)
-        for side in sides:
+        constant = len(sides) == 2 and any(isinstance(side.expr, nodes.Const) for side in sides)
+        for side, following in zip(sides, [*node.ops, None]):
             searched = isinstance(side, nodes.Operand) and side.op in ("in", "notin")
             if not isinstance(side.expr, nodes.Const) and (searched or not constant):
                 side.expr = _filter(side.expr, " read")
+            if following is not None and following.op in ("in", "notin"):
+                side.expr = _looked_up(side.expr)
         return node
 
     def _tick(self, node: Any, loop: nodes.For | None = None) -> Any:
         """A loop or macro whose every round counts, with the text and the expressions that stand in it."""
-        written = sum(len(one.data) if isinstance(one, nodes.TemplateData) else 1 for one in node.find_all(nodes.Node))
+        written = self._written[id(node)] - 1
+        asked = 0 if loop is None or loop.test is None else self._written[id(loop.test)]
         self.generic_visit(node)
         if loop is not None:
             loop.iter = _filter(loop.iter, " entered")
+            if loop.test is not None:  # of a round that is passed over it is all that is done
+                loop.test = nodes.Or(_filter(nodes.Const(asked, lineno=node.lineno), " tick"), loop.test)
         node.body.insert(0, nodes.ExprStmt(_filter(nodes.Const(_ROUND + written), " tick"), lineno=node.lineno))
         return node
 
@@ -464,6 +528,36 @@ def _check_number(value: Any) -> None:
     """Raise SecurityError for a number that takes long to compute with."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise SecurityError(f"computes with numbers of more than {_MOST_BITS} bits")
+
+
+def _copying(value: Any) -> int:
+    """Steps of a copy of a value, whose items are not looked into."""
+    if isinstance(value, str):
+        return len(value) // 4
+    return _COPIED * len(value) if isinstance(value, Sized) else 1
+
+
+def _widths(text: str) -> int:
+    """Sum of the numbers in a field of a format, which may have zeros in front. Raises SecurityError for a long one."""
+    numbers = re.findall(r"\d+", text)
+    if any(len(number) > _LONGEST_NUMBER for number in numbers):
+        raise SecurityError("formats to a width of thousands of digits")
+    return sum(map(int, numbers))
+
+
+def _all_nodes(tree: nodes.Template) -> list[nodes.Node]:
+    """All nodes of a tree, each before those in it."""
+    found: list[nodes.Node] = []
+    pending: list[nodes.Node] = [tree]
+    while pending:
+        found.append(node := pending.pop())
+        pending += node.iter_child_nodes()
+    return found
+
+
+def _looked_up(node: nodes.Expr) -> nodes.Expr:
+    """A key, checked unless it is written out."""
+    return node if isinstance(node, nodes.Const) else _filter(node, " key")
 
 
 def _filter(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:

@@ -469,7 +469,7 @@ def takes_parts(template: str, engine: Engine = "vllm") -> bool:
         if engine == "sglang":
             return any(_reads(loop.iter, name, "content") for loop in loops for name in _ROW)
         return _loops_over_content(tree, loops)
-    except (TemplateError, _Unreadable):
+    except (*_REFUSED, _Unreadable):
         return False
 
 

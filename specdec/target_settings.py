@@ -15,8 +15,8 @@ class TemplateLimits(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     steps: int = Field(default=1 << 24, ge=1)
-    """Most steps: a round of a loop or a call of a macro is 32 and one for each expression in it, a character or item
-    that is read or made is one."""
+    """Most steps: a round of a loop or a call of a macro is 32 and one for each expression in it (8: a list or dict), a
+    character or item that is read or made is one, an item that is copied unread is 4."""
     steps_each: int = Field(default=256, ge=0)
     """Further steps for each character and item of what is rendered."""
     characters: int = Field(default=1 << 20, ge=1)

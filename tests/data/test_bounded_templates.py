@@ -22,6 +22,14 @@ from draftforge.specdec.targets import load_target_tokenizer
 
 ASK = [Message(role="user", content="Hi"), Message(role="assistant", content="Ho"), Message(role="user", content="?")]
 DOUBLED = "{% set ns = namespace(x=['a']) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+GIVEN = "{% set ns = namespace(x=1) %}{% macro m() %}{% set ns.x = varargs %}{% endmacro %}"
+DOUBLED_GIVEN = GIVEN + "{% for i in range(60) %}{{ m(ns.x, ns.x) }}{% endfor %}"
+DEEP_GIVEN = GIVEN + "{% for i in range(15000) %}{{ m(ns.x) }}{% endfor %}"
+BIG, LOOP, ENTRIES = (
+    "{% set big = [0] * 200000 %}",
+    "{% for i in range(99999) %}",
+    ",".join(f"'{i}': 0" for i in range(5462)),
+)
 # ruff: noqa: E501  (a template a line)
 HOSTILE = {
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -72,7 +80,7 @@ HOSTILE = {
     "nesting of blocks": "{% if a %}" * 300 + "{% endif %}" * 300,
     "nesting of brackets": "{{ " + "(" * 3000 + ")" * 3000 + " }}",
     "nesting of lists": "{{ " + "[" * 5000 + "]" * 5000 + " }}",
-    "a chain of sums": "{{ " + "+".join("1" * 20000) + " }}",
+    "a chain of sums": "{{ " + "+".join("1" * 15000) + " }}",
     "size": "x" * (TemplateLimits().characters + 1),
     "a doubled list, by the filter of texts": DOUBLED + "{{ ns.x | string | length }}",
     "a doubled list, marked safe": DOUBLED + "{{ ns.x | safe | length }}",
@@ -111,6 +119,43 @@ HOSTILE = {
     "steps given back": "{{ (-99999999999) | _tick }}{{ (-99999999999) | tick }}",
     "steps given back by name": "{{ [-99999999999] | map(' tick') | list }}",
     "no number of steps": "{{ ['nan' | float] | map(' tick') | list }}",
+    "width behind zeros": "{{ ('%0000000009000000000d' % 1) | length }}",
+    "precision behind zeros": "{{ ('%.0000000009000000000f' % 1.5) | length }}",
+    "width of a field behind zeros": "{{ '{:>00000000009000000000}'.format(1) | length }}",
+    "width of thousands of digits": "{{ '{:>" + "0" * 5000 + "9}'.format(1) }}",
+    "a text that is divided": "{{ '%9000000000d' is even }}",
+    "texts that are divided": "{{ ['%9000000000d'] | select('divisibleby', 3) | list }}",
+    "a text that is rounded": "{{ 'a' | round(11, 'ceil') }}",
+    "a doubled list, compared in a chain": DOUBLED + "{% set y = ns.x %}" + DOUBLED + "{{ ns.x == y == 1 }}",
+    "a doubled tuple of arguments as a key": DOUBLED_GIVEN + "{{ {ns.x: 1} }}",
+    "a doubled tuple of arguments, looked up": DOUBLED_GIVEN + "{{ {}[ns.x] }}",
+    "a doubled tuple of arguments, got": DOUBLED_GIVEN + "{{ {}.get(ns.x) }}",
+    "a doubled tuple of arguments as a filter": DOUBLED_GIVEN + "{{ ns.x is filter }}",
+    "a doubled tuple of arguments as a test": DOUBLED_GIVEN + "{{ [1] | select(ns.x) | list }}",
+    "a deep tuple, searched": DEEP_GIVEN + "{{ ns.x in {} }}",
+    "a deep tuple, told apart": DEEP_GIVEN + "{{ [ns.x] | unique | list | length }}",
+    "a deep tuple in a dict": DEEP_GIVEN + "{{ dict([[ns.x, 1]]) | length }}",
+    "keys of a dict whose hashes are equal": "{{ dict(range(0, 99999 * (2 ** 61 - 1), 2 ** 61 - 1) | batch(2)) | length }}",
+    "keys of a namespace whose hashes are equal": "{% set ns = namespace(range(0, 99999 * (2 ** 61 - 1), 2 ** 61 - 1) | batch(2)) %}",
+    "keys whose hashes are equal, without values": "{{ dict.fromkeys(range(0, 99999 * (2 ** 61 - 1), 2 ** 61 - 1)) | length }}",
+    "a deep tuple in a tuple that `dict` takes for a key": DEEP_GIVEN + "{{ dict.fromkeys([ns.x]) | length }}",
+    "reads of what is not taken": BIG + LOOP + "{% set y = [] | map('default', big) %}{% endfor %}",
+    "a list, no time": BIG + LOOP + "{% set y = big * 0 %}{% endfor %}",
+    "a format of nothing": BIG + LOOP + "{% set y = '' % big %}{% endfor %}",
+    "a loop that passes over all, slowly": LOOP.replace(
+        " %}", " if [" + ",".join(["messages"] * 5000) + "] is string %}"
+    )
+    + "{% endfor %}",
+    "copies of a dict": "{% set d = {"
+    + ENTRIES
+    + "} %}{% set ns = namespace(x=0) %}"
+    + LOOP
+    + "{% set ns.x = [ns.x, d.copy()] %}{% endfor %}",
+    "lists in a list in a loop": "{% set ns = namespace(x=0) %}"
+    + LOOP
+    + "{% set ns.x = [ns.x, ["
+    + "[]," * 5000
+    + "]] %}{% endfor %}",
     "attribute": "{{ messages.__class__.__mro__ }}",
     "index": "{{ {}['a'].b }}{{ [][3].c }}",
 }
@@ -260,9 +305,40 @@ def test_a_template_that_takes_many_steps_each_time_ends_the_run() -> None:
         for _ in range(9):
             with suppress(InputError):
                 render_text(tokenizer, ASK)
+    # So does one that is refused once it has looked at as much.
+    del tokenizer.template_step_budget
+    tokenizer.chat_template = "{% set ns = namespace() %}{% set ns.a = ns %}{{ ns }}"
+    with pytest.raises(SlowTemplateError):
+        for _ in range(99):
+            with suppress(InputError):
+                render_text(tokenizer, ASK)
     # What is refused before it is done takes nothing.
     del tokenizer.template_step_budget
     tokenizer.chat_template = "{{ 'a' * 10**9 }}"
     for _ in range(99):
         with pytest.raises(InputError, match="refuses the messages"):
             render_text(tokenizer, ASK)
+
+
+def test_a_copy_takes_steps_by_the_memory_of_its_items() -> None:
+    """With a quarter of a step for each, a template filled five gigabytes."""
+    environment = BoundedEnvironment()
+    value = {"d": {str(i): 0 for i in range(1_000)}, "s": "a" * 1_000, "l": [0] * 1_000}
+    for copied in ("d.copy()", "d.items() | list", "s | list", "l + l", "l[:]", "l | reverse"):
+        environment.from_string("{% set x = " + copied + " %}").render(value)
+        assert environment.taken >= 4_000, copied
+    environment.from_string("{% set x = s[1:] + s %}").render(value)
+    assert environment.taken < 1_000
+
+
+def test_a_template_that_cannot_be_compiled_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte takes seconds to read, and each of a log's conversations asked anew."""
+    tokenizer = byte_level_tokenizer(["Hi there"], 262)
+    tokenizer.chat_template = "{{ 'broken, and read once'"
+    said = []
+    for _ in range(2):
+        with pytest.raises(InputError) as found:
+            render_text(tokenizer, ASK)
+        said.append(str(found.value))
+        monkeypatch.setattr(BoundedEnvironment, "_parse", lambda *args: pytest.fail("was read again"))
+    assert said[0] == said[1] and "unexpected" in said[0]
