@@ -46,6 +46,7 @@ FILE_LIMIT = timedelta(seconds=60)  # until a file of another machine is seen
 _PATIENCE = timedelta(seconds=15)  # until it is said who is waited for
 _HEARD_LIMIT = timedelta(seconds=8)  # for the others to read why the rank that hosts the store ends
 _POLL_SECONDS = 0.1
+_MOST_RANKS = 1_000_000
 _BEAT_SECONDS = 5.0  # from one sign of life to the next
 _FAILURE = "failure"  # key of the first rank that failed, and of why
 _HOST = "the host of the ranks' store"
@@ -217,7 +218,8 @@ def ranks() -> Ranks:
     The groups live as long as the process: DeepSpeed remembers the first one that it saw.
     """
     # 1) Who this process is, and which device it owns.
-    world, rank, local = world_size(), int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    world = world_size()
+    rank, local = _launched("RANK", 0, 0, world - 1), _launched("LOCAL_RANK", 0, 0, _MOST_RANKS)
     os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it even where nothing was launched
     device = torch.device(f"cuda:{local}") if torch.cuda.is_available() else torch.device("cpu")
     if world == 1:
@@ -311,7 +313,16 @@ def ranks_met() -> Ranks:
 
 def world_size() -> int:
     """Number of ranks in this launch, from WORLD_SIZE; 1 where nothing launched this process."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _launched("WORLD_SIZE", 1, 1, _MOST_RANKS)
+
+
+def _launched(name: str, otherwise: int, least: int, most: int) -> int:
+    """Number that a launcher left in an environment variable. Raises InputError for what is none from least to most."""
+    text = os.environ.get(name, str(otherwise))
+    found = int(text) if re.fullmatch("[0-9]{1,9}", text) else -1
+    if not least <= found <= most:
+        raise InputError(f"{name} {text!r}: must be a whole number from {least} to {most}; launch with torchrun")
+    return found
 
 
 def _backend() -> str:
@@ -351,7 +362,7 @@ def _open_store(hosts: bool) -> dist.Store:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise InputError(f"WORLD_SIZE {world_size()}: {' and '.join(missing)} must be set too; launch with torchrun")
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], _launched("MASTER_PORT", 0, 1, 65535)
     attempt = f"draftforge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     # 2) Connect, again and again: the host may start minutes after this rank.
     until, said = time.monotonic() + START_LIMIT.total_seconds(), False

@@ -23,6 +23,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _REVISION = re.compile(r"\w[\w.-]{0,199}(?:/[\w.-]{1,200}){0,9}")
 _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
 _LEFTOVER = re.compile(r"\.(?P<final>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")  # what a kill may leave of a write
+_MOST_DIGITS = 308
 # Messages of libraries that wrap a full disk in an error without errno (torch, safetensors, SQLite).
 _DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large", "database or disk is full")
 
@@ -30,14 +31,16 @@ _DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large"
 def require_file_place(path: Path | None, option: str) -> None:
     """Check that a file can be written at `path` before hours of work end there.
 
-    Raises InputError, naming the option, where `path` is a folder, or where its nearest existing parent is a file or
-    cannot be written to.
+    Raises InputError, naming the option, where `path` is a folder, a device, a pipe or a link (the file takes its
+    place), or where its nearest existing parent is a file or cannot be written to.
     """
     if path is None:
         return
     # The place itself, and the nearest folder around it that exists.
     if path.is_dir() or not path.name:
         raise InputError(f"{option} {path}: is a folder; must be a file")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise InputError(f"{option} {path}: is a link, a device or a pipe; must be a regular file, or not exist")
     folder = next(one for one in path.absolute().parents if one.exists())
     if not folder.is_dir():
         raise InputError(f"{option} {path}: {folder} is a file; must be a folder")
@@ -49,8 +52,18 @@ def require_file_place(path: Path | None, option: str) -> None:
         raise InputError(f"{option} {path}: nothing can be written in {folder} ({error.strerror})") from None
 
 
+def _require_file(path: Path) -> None:
+    """Raise InputError where a rename to `path` would put a file in the place of a device, a pipe or a folder."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path}: must be a regular file, or not exist")
+
+
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file so that readers see the old content or the new one, never a part."""
+    """Write a file so that readers see the old content or the new one, never a part.
+
+    Raises InputError for what is no regular file: a device such as /dev/null would be gone afterwards.
+    """
+    _require_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     # The temporary file lies in the same folder, as a rename is atomic within one file system only.
@@ -74,10 +87,11 @@ MOST_DEPTH = 100
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON. Raises ValueError, also for values nested deeper than MOST_DEPTH."""
+    """Parse JSON. Raises ValueError, also for values nested deeper than MOST_DEPTH and for whole numbers that are
+    larger than any float."""
     too_deep = f"nested deeper than {MOST_DEPTH} levels"
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_int=_whole)
     except RecursionError:
         raise ValueError(too_deep) from None
     # Few texts have so many brackets that they could be too deep.
@@ -90,6 +104,14 @@ def parse_json(text: str | bytes) -> Any:
         inside = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
         level = [one for one in inside if isinstance(one, dict | list)]
     return value
+
+
+def _whole(digits: str) -> int:
+    """A whole number of JSON. Raises ValueError for one that no float comes up to: arithmetic trips over it later."""
+    length = len(digits.removeprefix("-"))
+    if length > _MOST_DIGITS:
+        raise ValueError(f"a number of {length} digits, must have {_MOST_DIGITS} at most")
+    return int(digits)
 
 
 MOST_TEXT_BYTES = 64 << 20
@@ -195,7 +217,11 @@ def _put_back(path: Path) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path` to write to; rename it to `path` on success, remove it on failure."""
+    """Yield a name beside `path` to write to; rename it to `path` on success, remove it on failure.
+
+    Raises InputError for what is no regular file.
+    """
+    _require_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:

@@ -132,6 +132,8 @@ def read(path: Path) -> pa.Table:
     except (pa.ArrowException, OSError) as error:
         raise CorruptDataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from None
     _check(table.schema, path)
+    for problem in _odd_values(table):
+        raise CorruptDataError(f"{path}: {problem}; not the counts of a score")
     return table
 
 
@@ -151,17 +153,13 @@ def read_kept(path: Path) -> pa.Table:
     return table
 
 
-def _problems(table: pa.Table) -> Iterator[str]:
-    """What is wrong with counts of one K or tree, as far as what computes with them relies on it."""
-    # Rows, texts that are UTF-8, and that all of them have all values.
-    if len(table) > _MOST_KEPT_ROWS:
-        yield f"{len(table):,} rows"
+def _odd_values(table: pa.Table) -> Iterator[str]:
+    """What is wrong with values of counts, as far as what computes with them relies on it: each is there, a text is
+    UTF-8, a count is one, lists have an entry a level, and rule and method are known."""
     try:
         table.validate(full=True)
     except pa.ArrowInvalid as error:
         yield one_line(error)
-    if (domains := pc.count_distinct(table["domain"]).as_py()) > _MOST_KEPT_DOMAINS:
-        yield f"{domains:,} domains"
     for name in table.column_names:
         column = table[name].combine_chunks()
         flat = column.flatten() if pa.types.is_list(column.type) else column
@@ -170,16 +168,25 @@ def _problems(table: pa.Table) -> Iterator[str]:
             return
         if pa.types.is_floating(flat.type) and not ((flat := flat.to_numpy()) >= 0).all() & (flat < _MOST_COUNT).all():
             yield f"column {name}: a count that is none"
-    # One K or tree, whose positions the lists have.
+    lengths = [pc.list_value_length(table[name]).to_numpy() for name in ("reached", "accepted_at")]
+    if any((one != table["draft_tokens"].to_numpy()).any() for one in lengths):
+        yield "lists of another length than draft_tokens"
+    known = {"rule": {*RULES}, "method": {*get_args(Method)}}
+    if any(not {*pc.unique(table[name]).to_pylist()} <= names for name, names in known.items()):
+        yield "a rule or method that is not known"
+
+
+def _problems(table: pa.Table) -> Iterator[str]:
+    """What no counts of one K or tree have: too many rows or domains, or another K or tree."""
+    if len(table) > _MOST_KEPT_ROWS:
+        yield f"{len(table):,} rows"
+    if (domains := pc.count_distinct(table["domain"]).as_py()) > _MOST_KEPT_DOMAINS:
+        yield f"{domains:,} domains"
     if not len(table):
         return
-    depths, lengths = values(table, "draft_tokens"), [table[name] for name in ("reached", "accepted_at")]
+    depths = values(table, "draft_tokens")
     if len(depths) > 1 or len(values(table, "tree")) > 1 or not 1 <= depths[0] <= MOST_LEVELS:
         yield f"draft_tokens {depths[:8]}"
-    if any((pc.list_value_length(one).to_numpy() != depths[0]).any() for one in lengths):
-        yield "lists of another length than draft_tokens"
-    if not {*values(table, "rule")} <= {*RULES} or not {*values(table, "method")} <= {*get_args(Method)}:
-        yield "a rule or method that is not known"
 
 
 def where(table: pa.Table, **equals: str | int | Sequence[str] | Sequence[int]) -> pa.Table:

@@ -12,7 +12,16 @@ from typing import NoReturn
 
 from typer import Typer
 
-from ..errors import COMMAND, DraftforgeError, MissingFileError, RecipeError, StoppedError, one_line, spelt_out
+from ..errors import (
+    COMMAND,
+    DraftforgeError,
+    InputError,
+    MissingFileError,
+    RecipeError,
+    StoppedError,
+    one_line,
+    spelt_out,
+)
 from ..masking import masked
 
 RENAMED = {"--helped-by": "--cascade", "--fail-on-parting": "--fail-on-mismatch"}
@@ -24,8 +33,12 @@ _ENDS_AT_ONCE: list[bool] = []
 def run(app: Typer, args: list[str] | None) -> NoReturn:
     """Run the command line's verb and exit; `args` None: those of the process."""
     quiet_libraries()
-    COMMAND.set(("draftforge", *(sys.argv[1:] if args is None else args)))
+    given = sys.argv[1:] if args is None else args
+    COMMAND.set(("draftforge", *given))
     try:
+        for argument in given:
+            if argument.encode(errors="ignore").decode() != argument:
+                raise InputError(f"argument {argument!r}: must be UTF-8 text")  # no request and no JSON could hold it
         with sigterm_unwinds():
             code = app(args=args, prog_name="draftforge", standalone_mode=False)
     except (DraftforgeError, StoppedError) as error:

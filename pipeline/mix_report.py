@@ -60,8 +60,7 @@ def check_out(out: Path) -> None:
     """Raise InputError unless `out` is a page to write."""
     if out.suffix != ".html":
         raise InputError(f"--out {out}: must end in .html")
-    if out.is_dir():
-        raise InputError(f"--out {out}: is a folder; must be a file to write")
+    storage.require_file_place(out, "--out")
 
 
 def write_page(out: Path, name: str, head: Headline, tables: Sequence[Table], found: Profile) -> None:

@@ -253,9 +253,8 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
     scheme = urllib.parse.urlsplit(uri).scheme.split("+")[0]
     try:
         with quick_requests(settings.connect_seconds):
-            if scheme in _DATABASE_PORTS:
-                _probe_database(uri, scheme, settings.connect_seconds)
             if database is not None or scheme in _DATABASE_PORTS:
+                _probe_database(uri, scheme, settings.connect_seconds)
                 return open_client()
             return _with_timeout(settings.connect_seconds, open_client)
     except TrackingError:
@@ -332,7 +331,8 @@ def _with_timeout(seconds: float, call: Callable[[], T]) -> T:
 
 
 def _probe_database(uri: str, scheme: str, seconds: float) -> None:
-    """Reach a database server and log in, once: MLflow would retry for minutes, also a wrong password."""
+    """Reach a database server and log in, or open a file, once: MLflow would retry for minutes, also a wrong password,
+    or a folder in the file's place."""
     url = make_url(uri)
     if url.host:
         socket.create_connection((url.host, url.port or _DATABASE_PORTS[scheme]), timeout=seconds).close()

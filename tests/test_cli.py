@@ -462,3 +462,10 @@ def test_shell_completion_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     done = subprocess.run([sys.executable, "-m", "draftforge.cli"], capture_output=True, text=True, check=False)
     assert "distill" in done.stdout.split()
+
+
+def test_an_argument_that_is_no_text_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["fetch", "out", "--target", "\udcff"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: argument '\\udcff': must be UTF-8 text\n"

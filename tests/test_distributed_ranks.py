@@ -177,6 +177,21 @@ def test_shares_are_of_about_one_size() -> None:
     assert max(sum(sizes[item] for item in share) for share in shares) <= 15
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT") for value in ("abc", "", "-1")),
+        *(("RANK", "2"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "99999999"), ("MASTER_PORT", "9" * 50)),
+    ],
+)
+def test_numbers_of_a_launch_that_are_none_are_refused(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for variable, text in (launch | {name: value}).items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(InputError, match=rf"^{name} '{value}': must be a whole number from \d+ to \d+; launch with"):
+        module.ranks.__wrapped__()
+
+
 def test_one_process_waits_for_nobody() -> None:
     assert ALONE.first and ALONE.gather("all", {"a": 1}) == [{"a": 1}] and ALONE.broadcast("first", 2) == 2
     assert ALONE.share("abc") == ALONE.share("abc", [1, 2, 3]) == list("abc")

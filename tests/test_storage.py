@@ -1,5 +1,6 @@
 """Sizes as people read them, the error of a disk that is too small, and folders that a kill leaves whole."""
 
+import json
 import os
 import shutil
 import stat
@@ -13,7 +14,19 @@ import pytest
 from draftforge import storage
 from draftforge.errors import CorruptDataError, DiskFullError, FormatError, InputError
 from draftforge.specdec.formats.tensors import read_tensors, read_types
-from draftforge.storage import Access, clear_leftover, new_folder, read_json, require_free_space, restrict, size_text
+from draftforge.storage import (
+    Access,
+    clear_leftover,
+    new_file,
+    new_folder,
+    parse_json,
+    read_json,
+    require_file_place,
+    require_free_space,
+    restrict,
+    size_text,
+    write_bytes,
+)
 
 
 @pytest.mark.parametrize(
@@ -116,3 +129,26 @@ def test_a_text_that_an_option_names_is_read_up_to_a_size(tmp_path: Path, monkey
         monkeypatch.setattr(storage, "MOST_TEXT_BYTES", 7)
         with pytest.raises(InputError, match=f"--x {path}: has more than 7 B"):
             storage.read_text(path, "--x")
+
+
+def test_no_file_takes_the_place_of_a_pipe_or_device(tmp_path: Path) -> None:
+    """A file is written by a rename: as root it replaced /dev/null."""
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to("elsewhere")
+    with pytest.raises(InputError, match=r"pipe: must be a regular file, or not exist"):
+        write_bytes(pipe, b"")
+    with pytest.raises(InputError, match=r"pipe: must be a regular file, or not exist"), new_file(pipe):
+        pass
+    for place in (pipe, link):
+        with pytest.raises(InputError, match=rf"--out {place}: is a link, a device or a pipe"):
+            require_file_place(place, "--out")
+    assert pipe.is_fifo() and link.is_symlink() and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("text", ["{}", "-{}", '[{{"a": {}}}]'])
+def test_a_number_that_is_larger_than_any_float_is_no_json(text: str) -> None:
+    assert parse_json(text.format("1" * 308)) and parse_json(json.dumps("1" * 400)) == "1" * 400
+    for whole in (text.format("1" * 309), text.format("1" * 309).encode()):
+        with pytest.raises(ValueError, match=r"a number of 3\d\d digits, must have 308 at most"):
+            parse_json(whole)

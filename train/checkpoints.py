@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -23,11 +24,11 @@ from torch import Tensor
 from .. import fingerprint
 from ..data.store import Capture
 from ..distributed import Ranks
-from ..errors import CorruptDataError, OwnershipError, StaleInputError
+from ..errors import CorruptDataError, OwnershipError, StaleInputError, one_line
 from ..specdec.drafts.base import DraftModule
 from ..specdec.formats.checkpoint import DraftMeta, save_draft
 from ..storage import clear_leftover, disk_errors, new_folder, read_object, write_json
-from .optimizers import Moments
+from .optimizers import MOMENT_KINDS, Moments
 from .settings import Settings
 from .stopping import CheckpointScore
 
@@ -57,6 +58,9 @@ class LoopState:
     """Acceptance of each step that was scored while training."""
     stopped: bool = False
     """Whether training ended before its last step, for want of progress."""
+
+
+_STATE, _MOST_STEPS = TypeAdapter(LoopState), 1 << 53
 
 
 class Restored(NamedTuple):
@@ -158,10 +162,39 @@ def restore(folder: Path, step: int) -> Restored:
             weights[name] = tensor
         elif kind == "rng":
             rank, _, part = name.partition("/")
-            rng[int(rank)][part] = tensor
+            if rank.isdecimal() and int(rank) < len(rng):
+                rng[int(rank)][part] = tensor
         else:
             moments.setdefault(name, {})[kind] = tensor
+    try:
+        _check_rng(rng)
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise CorruptDataError(
+            f"{trainer}: not the random numbers of a training ({one_line(error)}); delete {trainer.parent}"
+        ) from None
     return Restored(state, weights, moments, rng)
+
+
+def _check_rng(parts: list[dict[str, Any]]) -> None:
+    """Raise where random states cannot be set."""
+    version, numbers, gauss = parts[0]["python"]
+    random.Random().setstate((version, tuple(numbers), gauss))
+    for part in parts:
+        torch.Generator().set_state(part["torch"])
+
+
+def check_fits(folder: Path, restored: Restored, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise CorruptDataError, naming the file, where saved tensors are not the weights and moments of trainable
+    parameters of these shapes."""
+    place = step_folder(folder, restored.state.step)
+    for name in sorted({*shapes, *restored.weights, *restored.moments}):
+        # A parameter without a gradient so far has no moments.
+        moments = restored.moments.get(name, {})
+        found = [None if one is None else one.shape for one in (restored.weights.get(name), *moments.values())]
+        if name not in shapes or {*found} != {shapes[name]} or {*moments} not in (set(), *MOMENT_KINDS):
+            raise CorruptDataError(
+                f"{place / TRAINER / STATE_FILE}: {name}: not the weight and moments of this draft; delete {place}"
+            )
 
 
 def _read_record(folder: Path, step: int) -> tuple[LoopState, list[dict[str, Any]]]:
@@ -172,6 +205,10 @@ def _read_record(folder: Path, step: int) -> tuple[LoopState, list[dict[str, Any
         state = LoopState(**record["state"])
         state.standings = [CheckpointScore(*score) for score in state.standings]
         rng = [dict(parts) for parts in record["rng"]]
+        if isinstance(state.position, int):  # else it is refused as another version's
+            _STATE.validate_python(asdict(state))
+            if state.step != step or not 0 <= state.position < _MOST_STEPS:
+                raise ValueError(f"step {state.step}, position {state.position}")
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptDataError(
             f"{trainer / RECORD_FILE}: not a trainer's record ({type(error).__name__} {error}); delete {trainer.parent}"

@@ -100,6 +100,7 @@ def train(
         restored = None if step is None else checkpoints.restore(folder, step)
         state = LoopState() if restored is None else restored.state
         if restored is not None:
+            checkpoints.check_fits(folder, restored, {name: one.shape for name, one in family.trainable().items()})
             load_weights(family, restored.weights)
         footprint = DiskFootprint.from_family(family)  # before an engine shards it
 

@@ -188,6 +188,7 @@ def _size(shape: torch.Size) -> float:
 
 Moments = dict[str, dict[str, Tensor]]
 """Parameter name -> its moments (exp_avg and exp_avg_sq of AdamW, momentum_buffer of Muon), float32, unsharded."""
+MOMENT_KINDS = ({"exp_avg", "exp_avg_sq"}, {MOMENTUM})
 COUNTER = "step"
 """AdamW counts its steps beside the moments; the loop knows their number."""
 _SHARE, _MUON = "rate_share", "muon"

@@ -133,11 +133,13 @@ class MetricLog:
             return []
 
         # Every complete line ends with a line feed, so what follows the last one is empty or cut short.
-        lines = self._path.read_text().split("\n")
         try:
-            read = [json.loads(line) for line in lines[:-1]]
+            lines = self._path.read_text().split("\n")
+            read = [storage.parse_json(line) for line in lines[:-1]]
+            if not all(type(value) in (int, float) for line in read for value in line.values()):
+                raise ValueError("a value is no number")
             return [line | {"step": int(line["step"])} for line in read]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise CorruptDataError(f"{self._path}: not JSON lines with a step ({error}); delete it") from None
 
     def truncate(self, step: int) -> None:

@@ -79,6 +79,20 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
         counts.read(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, None) for name in ("context_bucket", "drafted", "step", "accepted_at")),
+        *(("reached", [1.0]), ("rounds", float("inf")), ("rule", ""), ("method", "x")),
+    ],
+)
+def test_odd_values_are_not_read(name: str, value: Any, tmp_path: Path) -> None:
+    table = pa.Table.from_pylist([ROW.record(), ROW.record() | {name: value}], schema=counts.COUNTS_SCHEMA)
+    pq.write_table(table, tmp_path / "counts.parquet")
+    with pytest.raises(CorruptDataError, match=r"counts\.parquet: .*; not the counts of a score"):
+        counts.read(tmp_path / "counts.parquet")
+
+
 def test_filters_and_groups() -> None:
     rows = [replace(ROW, step=step, domain=domain) for step in (20, 40) for domain in ("support", "code", "chat")]
     table = counts.to_table(rows)
@@ -112,7 +126,7 @@ def test_counts_that_others_may_write_are_checked(name: str, value: Any, tmp_pat
     pq.write_table(pa.Table.from_pylist(rows, schema=counts.COUNTS_SCHEMA), path)
     assert counts.read_kept(path).to_pylist() == rows
     pq.write_table(pa.Table.from_pylist([rows[0] | {name: value}, rows[1]], schema=counts.COUNTS_SCHEMA), path)
-    with pytest.raises(CorruptDataError, match="not the counts of a promotion"):
+    with pytest.raises(CorruptDataError, match="not the counts of a"):
         counts.read_kept(path)
 
 
@@ -122,7 +136,7 @@ def test_texts_of_counts_are_utf8_and_domains_few(tmp_path: Path) -> None:
     for name in ("draft", "domain", "cluster", "tree"):
         odd = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff"]).buffers())
         pq.write_table(table.set_column(table.column_names.index(name), name, odd), path)
-        with pytest.raises(CorruptDataError, match="not the counts of a promotion"):
+        with pytest.raises(CorruptDataError, match="not the counts of a"):
             counts.read_kept(path)
     many, at = table.take(pa.array([0] * 10_001)), table.column_names.index("domain")
     pq.write_table(many.set_column(at, "domain", pa.array([f"d{i}" for i in range(10_001)])), path)

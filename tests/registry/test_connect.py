@@ -161,6 +161,14 @@ def test_database_that_is_no_database(tmp_path: Path) -> None:
         open_tracking(RegistrySettings(), tmp_path)
 
 
+def test_a_folder_in_the_databases_place_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow would try to open it for minutes."""
+    monkeypatch.setattr("draftforge.registry.connect.MlflowClient", pytest.fail)
+    (tmp_path / "mlflow.db").mkdir()
+    with pytest.raises(TrackingError, match=r"mlflow\.db: MLflow cannot be reached \(.*unable to open database file"):
+        open_tracking(RegistrySettings(), tmp_path)
+
+
 def test_deleted_experiment_says_so(shared_tracking: Tracking) -> None:
     database = Path(shared_tracking.uri.removeprefix("sqlite:///"))
     settings = RegistrySettings(experiment="deleted one")

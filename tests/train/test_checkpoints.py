@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from draftforge.data.store import Capture
 from draftforge.distributed import Ranks
@@ -72,6 +73,50 @@ def test_a_damaged_trainer_is_named(trained: Path, tiny_capture: Capture, load_t
     state.write_bytes(state.read_bytes()[:1000])
     with pytest.raises(CorruptDataError, match=r"state\.safetensors: unreadable"):
         train(SETTINGS, 0, tiny_capture, trained, load_tiny_target, recorder)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", 2), ("step", None), ("position", -1), ("position", 2**80), ("scored", [None]), ("smoothed_loss", "x")],
+)
+def test_an_odd_record_is_named(trained: Path, field: str, value: Any) -> None:
+    record = checkpoints.step_folder(trained, 3) / "trainer" / "trainer.json"
+    found = json.loads(record.read_text())
+    record.write_text(json.dumps(found | {"state": found["state"] | {field: value}}))
+    with pytest.raises(CorruptDataError, match=r"trainer\.json: not a trainer's record"):
+        checkpoints.restore(trained, 3)
+
+
+@pytest.mark.parametrize("python", [None, [], [3, [1, 2], None], [3, ["x"] * 625, None], [3, [2**80] * 625, None]])
+def test_odd_random_numbers_are_named(trained: Path, python: Any) -> None:
+    record = checkpoints.step_folder(trained, 3) / "trainer" / "trainer.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"rng": [{"python": python}]}))
+    with pytest.raises(CorruptDataError, match=r"trainer: not the random numbers of a training"):
+        checkpoints.restore(trained, 3)
+
+
+@pytest.mark.parametrize("kind", ["weights", "exp_avg"])
+@pytest.mark.parametrize("broken", [lambda tensor: None, lambda tensor: tensor.flatten()[:1].clone()])
+def test_tensors_of_another_draft_are_named(
+    trained: Path, tiny_capture: Capture, load_tiny_target: Any, recorder: Any, kind: str, broken: Any
+) -> None:
+    """A single number would have filled a whole weight."""
+    state = checkpoints.step_folder(trained, 3) / "trainer" / "state.safetensors"
+    tensors = load_file(state)
+    name = min(key for key in tensors if key.startswith(f"{kind}/"))
+    changed = {**tensors, name: broken(tensors[name])}
+    save_file({key: tensor for key, tensor in changed.items() if tensor is not None}, state)
+    with pytest.raises(CorruptDataError, match=r"state\.safetensors: .*: not the weight and moments of this draft"):
+        train(SETTINGS, 0, tiny_capture, trained, load_tiny_target, recorder)
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\n", b"[" * 9999 + b"\n", b'{"step": 1, "loss": {}}\n', b"[1]\n", b'{"step": 1e999}\n']
+)
+def test_a_log_of_something_else_is_named(line: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(line)
+    with pytest.raises(CorruptDataError, match=r"metrics\.jsonl: not JSON lines with a step .*; delete it"):
+        MetricLog(tmp_path / "metrics.jsonl").read()
 
 
 def test_a_position_of_steps_that_ended_with_the_epoch_is_refused(
