@@ -46,7 +46,7 @@ from ..errors import InputError
 from ..specdec.expressions import ids_of
 from ..specdec.target_settings import TemplateLimits
 from .bounded_templates import LIMITS, STEP_BUDGET, BoundedEnvironment, StepBudget
-from .conversation import OTHER_READINGS, REQUEST_EFFORT, Conversation, Engine, Message, PromptEnd, Turn
+from .conversation import OTHER_READINGS, Conversation, Engine, Message, PromptEnd, Turn
 from .logs.anthropic import BILLING_HEADER, MESSAGES_API
 
 _REFUSED = (
@@ -222,7 +222,6 @@ def _prompt(
     # wants them.
     template_args = dict(template_args)
     template_args.pop(OTHER_READINGS, None)
-    effort = template_args.pop(REQUEST_EFFORT, template_args.get("reasoning_effort"))
     form = template_args.pop(MESSAGES_API, None)
     if form is not None:
         messages, template_args = _as_messages_api(tokenizer, messages, template_args, form)
@@ -246,7 +245,8 @@ def _prompt(
 
     # 3) The template's text. SGLang knows the argument by which Nemotron's templates are told of a low effort, and
     # shows a template that fails the functions alone of the tools.
-    if engine == "sglang" and effort == "low" and all(name in template for name in _LOW_EFFORT):
+    low = engine == "sglang" and template_args.get("reasoning_effort") == "low"
+    if low and all(name in template for name in _LOW_EFFORT):
         template_args = {_LOW_EFFORT[0]: True} | template_args
 
     def text(tools: Any) -> str:

@@ -21,9 +21,6 @@ _ASKS_NOTHING = ("system", "developer", "assistant")
 NO_SYSTEM_PROMPT, NO_HISTORY = ", without a system prompt", ", of the Responses API"
 """End the names of counters of requests whose log may lack their system prompt, or the messages that they continue: the
 number of tokens tells."""
-REQUEST_EFFORT = "effort of the request"
-"""Template argument that no template can name: the effort that a request asked SGLang for, where another one stands
-among its template arguments."""
 OTHER_READINGS = "other readings"
 """Template argument that no template can name: what a conversation's prompt was made of instead, where its request can
 be read in several ways."""

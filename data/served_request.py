@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from ..errors import InputError
 from ..specdec.sampling_settings import API_DEFAULTS, SamplingSettings
 from .chat_template import arguments_of_sglang
-from .conversation import OTHER_READINGS, REQUEST_EFFORT, Engine, Message, PromptEnd
+from .conversation import OTHER_READINGS, Engine, Message, PromptEnd
 from .logs.anthropic import MESSAGES_API, MessagesForm
 from .logs.chat import MOST_TOKENS, LeftOut, Reason, decoded
 from .logs.parsing import flag, number
@@ -36,7 +36,7 @@ _ADAPTERS: dict[Engine, tuple[str, ...]] = {
     "sglang": ("lora_path",),
 }
 _SET_BY_ENGINE = ("add_generation_prompt", "continue_final_message")
-_OURS_OR_THE_ENGINES = (*_SET_BY_ENGINE, MESSAGES_API, OTHER_READINGS, REQUEST_EFFORT)
+_OURS_OR_THE_ENGINES = (*_SET_BY_ENGINE, MESSAGES_API, OTHER_READINGS)
 _REFUSED_BY_SGLANG = ("tools", *_SET_BY_ENGINE)
 _EFFORTS = (
     "none",
@@ -199,9 +199,7 @@ def template_args(lookup: Lookup, engine: Engine, where: str, reserved: Collecti
     documents, effort = lookup("documents"), lookup("reasoning_effort")
     if engine == "sglang":
         own = {name: value for name, value in found.items() if name != "reasoning_effort" or value is not None}
-        asked = _reasoning_of_sglang(lookup("reasoning"), effort, where)
-        effort = asked.get("reasoning_effort")
-        return asked | own | ({} if own.get("reasoning_effort", effort) == effort else {REQUEST_EFFORT: effort})
+        return _reasoning_of_sglang(lookup("reasoning"), effort, where) | own
     if documents is not None:
         if not isinstance(documents, list) or not all(isinstance(document, dict) for document in documents):
             raise InputError(f"{where}: documents is not a list of objects")

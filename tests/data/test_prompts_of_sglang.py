@@ -136,17 +136,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a template that fails at tools": (FLAT, {"tools": [{"type": "function", "function": TOOL}]}, "f "),
     "the first of several templates": ({"tool_use": "with tools", "default": "plain"}, {}, "with tools"),
     "a low effort, as Nemotron's templates are told of it": (LOW, {"reasoning_effort": "low"}, "True"),
-    "a low effort of `reasoning`": (LOW, {"reasoning": {"effort": "low"}}, "True"),
-    "one of a request, above another among its template arguments": (
-        LOW + "{{ reasoning_effort }}",
-        {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
-        "Truehigh",
-    ),
-    "one that stands among its template arguments alone": (
-        LOW + "{{ reasoning_effort }}",
-        {"chat_template_kwargs": {"reasoning_effort": "low"}},
-        "low",
-    ),
 }
 TOKENIZER = byte_level_tokenizer(["Hithere Hithere"], 266)
 

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from draftforge.data.chat_template import shown_messages
-from draftforge.data.conversation import REQUEST_EFFORT, turn_ends, turns
+from draftforge.data.conversation import turn_ends, turns
 from draftforge.data.dedup import turn_keys
 from draftforge.data.logs.chat import LeftOut, Timing
 from draftforge.data.records import Record, parse
@@ -89,15 +89,7 @@ def test_a_recipes_own_template_arguments_have_no_reserved_name() -> None:
         ({"reasoning": {"enabled": False}}, {}),
         (
             {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False, "reasoning_effort": "high"}},
-            {"reasoning_effort": "high", "thinking": False, "enable_thinking": True, REQUEST_EFFORT: "low"},
-        ),
-        (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low", REQUEST_EFFORT: "high"}},
-            {"reasoning_effort": "low", "thinking": True, "enable_thinking": True},
-        ),
-        (
-            {"chat_template_kwargs": {"reasoning_effort": "low"}},
-            {"reasoning_effort": "low", REQUEST_EFFORT: None},
+            {"reasoning_effort": "high", "thinking": False, "enable_thinking": True},
         ),
     ],
 )
