@@ -223,7 +223,7 @@ def _norm_of(module: Any) -> Any:
 
     if _forward_of(module) is _norm:
         return Norm(module.weight, _eps(module))
-    return Norm(module.weight, _eps(module), 1.0, False) if _forward_of(module) is _norm_from_one else None
+    return Norm(module.weight, _eps(module), 1.0) if _forward_of(module) is _norm_from_one else None
 
 
 def _finish_few(module: Any, residual: Tensor, attended_BNQD: Tensor) -> Tensor:

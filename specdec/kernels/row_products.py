@@ -9,12 +9,15 @@ fetches its weights, which nobody writes, and then waits for what it reads.
 Shapes: R rows, H width of a part of the input, K width of the whole input, N columns of the product, I inner size of a
 gated product, D head size.
 
-Products are summed in float32 and rounded where the modules round. A row's result does not depend on the other rows.
+Products are summed in float32. Between a norm and its product nothing is rounded for few rows; for more, only the
+number times the norm's weight is, which waits for no other number: the row's root mean square divides its sums. A row's
+result does not depend on the other rows.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,12 +33,11 @@ _PLAIN, _GATED, _TURNED = range(3)  # what a kernel makes of its products
 
 
 class Norm(NamedTuple):
-    """RMSNorm by weight + offset; `late`: rounded before the weight, as Llama's is."""
+    """RMSNorm by weight + offset."""
 
     weight: Tensor
     eps: float
     offset: float = 0.0
-    late: bool = True
 
 
 class Blocks(NamedTuple):
@@ -50,8 +52,10 @@ class Blocks(NamedTuple):
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether products of rows x [..., K] with weights of this size gain from these kernels."""
     rows = x.numel() // x.shape[-1]
+    # Half precision may not hold numbers that are multiplied by a norm's weight before they are divided.
+    most = _FEW if x.dtype == torch.float16 else _MOST_ROWS
     small = weight.numel() <= min(_MOST_WEIGHTS, _MOST_PRODUCTS // max(rows, 1))
-    return rows <= _MOST_ROWS and small
+    return rows <= most and small
 
 
 def add_product(x: Tensor, weight_NK: Tensor, residual: Tensor) -> Tensor:
@@ -106,8 +110,7 @@ def _multiply(
         weight if norm is None else norm.weight, weight if other is None else other.weight,
         0.0 if norm is None else norm.eps, 0.0 if norm is None else norm.offset,
         weight, added_RN, added_RN.stride(0), cos_RD, sin_RD, cos_RD.stride(0), output, columns, heads,
-        WIDTH=width, PARTS=len(parts), NORMED=norm is not None, LATE=norm is not None and norm.late,
-        KIND=kind, ADDED=residual is not None, HALF=half,
+        WIDTH=width, PARTS=len(parts), NORMED=norm is not None, KIND=kind, ADDED=residual is not None, HALF=half,
         COLUMNS=blocks.columns, DEPTH=blocks.depth, **early(weight.device), **tiled,
         num_warps=blocks.warps, num_stages=5,
     )  # fmt: skip
@@ -117,7 +120,7 @@ def _multiply(
 def _blocks(rows: int, width: int, kind: int) -> Blocks:
     """Sizes that an H200 is fastest with; more rows are more programs, not larger ones."""
     if rows > _FEW:
-        return Blocks(16, 16, 128, 4) if kind == _PLAIN else Blocks(16, 32, 64, 4)
+        return Blocks(16, 16, 128, 4) if kind == _PLAIN and rows <= 32 else Blocks(16, 32, 64, 4)
     # All of a program's weights lie in registers: eight numbers of a thread at once, a few times over.
     depth = min(1024, max(64, triton.next_power_of_2(width) // 8))
     return Blocks(1, 8, depth, depth // 32)
@@ -135,15 +138,6 @@ def _weights_at(column, HALF: tl.constexpr, KIND: tl.constexpr):  # type: ignore
     if KIND == 2:  # pair f of a head is rows f and f + HALF
         return (column // HALF) * 2 * HALF + column % HALF
     return column
-
-
-@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _normed(v, by, scale, offset, LATE: tl.constexpr, to: tl.constexpr):  # type: ignore[no-untyped-def]
-    """RMSNorm's numbers, rounded as the module rounds them; `scale` is that of the row."""
-    v = v * scale
-    if LATE:
-        v = v.to(to).to(tl.float32)
-    return (v * (by.to(tl.float32) + offset)).to(to)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -234,7 +228,6 @@ def _multiply_row(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     NORMED: tl.constexpr,
-    LATE: tl.constexpr,
     KIND: tl.constexpr,
     ADDED: tl.constexpr,
     HALF: tl.constexpr,
@@ -273,23 +266,20 @@ def _multiply_row(  # type: ignore[no-untyped-def]
     low, high = tl.zeros([COLUMNS, DEPTH], tl.float32), tl.zeros([COLUMNS, DEPTH], tl.float32)
     for part in tl.static_range(PARTS):
         from_at = (x + row * x_row if part == 0 else y + row * y_row) + depth
-        numbers = _nothing()
+        squares = tl.zeros([COLUMNS, DEPTH], tl.float32)
+        part_low, part_high = tl.zeros([COLUMNS, DEPTH], tl.float32), tl.zeros([COLUMNS, DEPTH], tl.float32)
         for chunk in tl.static_range(CHUNKS):
             inside = chunk * DEPTH + depth < WIDTH
-            numbers = numbers + (tl.load(from_at + chunk * DEPTH, mask=inside, other=0.0).to(tl.float32),)  # noqa: RUF005
-        if NORMED:
-            squares = tl.zeros([COLUMNS, DEPTH], tl.float32)
-            for chunk in tl.static_range(CHUNKS):
-                squares += numbers[chunk] * numbers[chunk]
-            scale = tl.rsqrt(tl.sum(squares, 1) / WIDTH + eps)[:, None]
-        for chunk in tl.static_range(CHUNKS):
-            v = numbers[chunk]
+            v = tl.load(from_at + chunk * DEPTH, mask=inside, other=0.0).to(tl.float32)
             if NORMED:
-                by = norms[part * CHUNKS + chunk]
-                v = _normed(v, by, scale, offset, LATE, x.dtype.element_ty).to(tl.float32)
-            low += v * low_weights[part * CHUNKS + chunk].to(tl.float32)
+                squares += v * v
+                v *= norms[part * CHUNKS + chunk].to(tl.float32) + offset
+            part_low += v * low_weights[part * CHUNKS + chunk].to(tl.float32)
             if KIND != 0:
-                high += v * high_weights[part * CHUNKS + chunk].to(tl.float32)
+                part_high += v * high_weights[part * CHUNKS + chunk].to(tl.float32)
+        scale = tl.rsqrt(tl.sum(squares, 1) / WIDTH + eps)[:, None] if NORMED else 1.0
+        low += part_low * scale
+        high += part_high * scale
     low_sum, high_sum = tl.sum(low, 1)[None, :], tl.sum(high, 1)[None, :]
     _finish(low_sum, high_sum, beside, row, column[None, :], stored, output, size, KIND, ADDED, HALF)
 
@@ -316,7 +306,6 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     NORMED: tl.constexpr,
-    LATE: tl.constexpr,
     KIND: tl.constexpr,
     ADDED: tl.constexpr,
     HALF: tl.constexpr,
@@ -356,23 +345,22 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
             from_at, norm_at = x + row[:, None] * x_row + depth[None, :], x_norm + depth
         else:
             from_at, norm_at = y + row[:, None] * y_row + depth[None, :], y_norm + depth
-        if NORMED:
-            squares = tl.zeros([ROWS, DEPTH], tl.float32)
-            for start in range(0, WIDTH, DEPTH):
-                inside = exists & (start + depth < WIDTH)[None, :]
-                v = tl.load(from_at + start, mask=inside, other=0.0).to(tl.float32)
-                squares += v * v
-            scale = tl.rsqrt(tl.sum(squares, 1) / WIDTH + eps)[:, None]
+        squares = tl.zeros([ROWS, DEPTH], tl.float32)
+        part_low, part_high = tl.zeros([ROWS, COLUMNS], tl.float32), tl.zeros([ROWS, COLUMNS], tl.float32)
         for start in range(0, WIDTH, DEPTH):
             inside = (start + depth < WIDTH)[None, :]
             v = tl.load(from_at + start, mask=exists & inside, other=0.0)
             if NORMED:
-                by = tl.load(norm_at + start, mask=start + depth < WIDTH, other=0.0)[None, :]
-                v = _normed(v.to(tl.float32), by, scale, offset, LATE, x.dtype.element_ty)
+                by = tl.load(norm_at + start, mask=start + depth < WIDTH, other=0.0)[None, :].to(tl.float32)
+                squares += v.to(tl.float32) * v.to(tl.float32)
+                v = (v.to(tl.float32) * (by + offset)).to(x.dtype.element_ty)
             at = weights_at + (part * WIDTH + start + depth)[None, :]
             w = tl.load(at, mask=real & inside, other=0.0)
-            low = tl.dot(v, tl.trans(w), low, input_precision="ieee")
+            part_low = tl.dot(v, tl.trans(w), part_low, input_precision="ieee")
             if KIND != 0:
                 w = tl.load(at + second, mask=real & inside, other=0.0)
-                high = tl.dot(v, tl.trans(w), high, input_precision="ieee")
+                part_high = tl.dot(v, tl.trans(w), part_high, input_precision="ieee")
+        scale = tl.rsqrt(tl.sum(squares, 1) / WIDTH + eps)[:, None] if NORMED else 1.0
+        low += part_low * scale
+        high += part_high * scale
     _finish(low, high, beside, row[:, None], column[None, :], stored, output, size, KIND, ADDED, HALF)

@@ -32,13 +32,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def normed(x: Tensor, norm: Norm) -> Tensor:
     scaled = x.float() * (x.float().pow(2).mean(-1, keepdim=True) + norm.eps).rsqrt()
-    if norm.late:
-        return norm.weight * scaled.to(x.dtype)
     return (scaled * (norm.weight.float() + norm.offset)).to(x.dtype)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    most = 5e-3 if expected.dtype == torch.float16 else 1e-4
+    most = 1e-2 if expected.dtype == torch.float16 else 1e-4
     torch.testing.assert_close(found, expected, rtol=most, atol=most)
 
 
@@ -55,10 +53,10 @@ def test_a_product_is_added(width: int, size: int, rows: tuple[int, ...], dtype:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("offset", "late"), [(0.0, True), (1.0, False)])
-def test_gate_and_up_are_gated(offset: float, late: bool, rows: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_gate_and_up_are_gated(offset: float, rows: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = draw(*rows, 100, dtype=dtype)[..., :80], draw(2 * 37, 80, dtype=dtype)
-    norm = Norm(draw(80, dtype=dtype), 1e-5, offset, late)
+    norm = Norm(draw(80, dtype=dtype), 1e-5, offset)
     gate, up = F.linear(normed(x, norm), weight).chunk(2, -1)
     close(gated_product(x, norm, weight), F.silu(gate) * up)
 
@@ -104,7 +102,7 @@ from draftforge.specdec.kernels import flash_decoding, row_products
 NUMBERS = {**dict.fromkeys(["x_row", "y_row", "added_row", "angle_row", "rows", "size", "heads"], "i32"), "eps": "fp32",
            "offset": "fp32"}
 for kind, parts, normed, added in [(0, 1, False, True), (1, 1, True, False), (2, 2, True, False)]:
-    given = dict(WIDTH=576, PARTS=parts, NORMED=normed, LATE=normed, KIND=kind, ADDED=added, HALF=32, EARLY=True)
+    given = dict(WIDTH=576, PARTS=parts, NORMED=normed, KIND=kind, ADDED=added, HALF=32, EARLY=True)
     for kernel, rows in [(row_products._multiply_row, 2), (row_products._multiply_tiles, 20)]:
         blocks = row_products._blocks(rows, 576 * parts, kind)
         constants = {**given, "ROWS": blocks.rows, "COLUMNS": blocks.columns, "DEPTH": blocks.depth}
