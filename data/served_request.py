@@ -340,15 +340,15 @@ def _tool_of_sglang(function: Mapping[str, Any], deferred: Any, kind: str) -> di
 
 
 def _is_rewritten(schema: Any) -> bool:
-    """Whether SGLang would write another type into a schema of parameters (`varchar`: a string)."""
+    """Whether SGLang would write another type into a schema of parameters (`varchar`: a string), or a type once that a
+    list names twice."""
     if isinstance(schema, list):
         return any(map(_is_rewritten, schema))
     if not isinstance(schema, dict):
         return False
-    kinds = schema.get("type")
-    if any(
-        isinstance(kind, str) and kind not in _SCHEMA_TYPES for kind in (kinds if isinstance(kinds, list) else [kinds])
-    ):
+    kinds = schema["type"] if isinstance(schema.get("type"), list) else [schema.get("type")]
+    unknown = any(isinstance(kind, str) and kind not in _SCHEMA_TYPES for kind in kinds)
+    if unknown or any(kind in kinds[:place] for place, kind in enumerate(kinds)):
         return True
     inner = [schema[name].values() for name in _SCHEMAS_BY_NAME if isinstance(schema.get(name), dict)]
     inner += [schema[name] for name in _SCHEMA_LISTS if isinstance(schema.get(name), list)]

@@ -136,6 +136,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a template that fails at tools": (FLAT, {"tools": [{"type": "function", "function": TOOL}]}, "f "),
     "the first of several templates": ({"tool_use": "with tools", "default": "plain"}, {}, "with tools"),
     "a low effort, as Nemotron's templates are told of it": (LOW, {"reasoning_effort": "low"}, "True"),
+    # The server moves one among the template arguments into the request, before it processes the messages.
+    "a low effort among the arguments": (LOW, {"chat_template_kwargs": {"reasoning_effort": "low"}}, "True"),
+    "another effort among the arguments": (
+        LOW,
+        {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+        "",
+    ),
 }
 TOKENIZER = byte_level_tokenizer(["Hithere Hithere"], 266)
 
@@ -191,6 +198,10 @@ REFUSED, UNREAD = "request that the engine refuses", "messages in an unread form
         ({"messages": [{"role": "tool", "content": "a", "reasoning_content": "r"}]}, UNREAD),
         (talk(tools=[]), "tools inside a message"),
         ({"messages": [{"role": "system", "content": "a", "tools": [TOOL]}, USER]}, "tools inside a message"),
+        (
+            {"tools": [{"function": {"name": "f", "parameters": {"items": {"type": ["null", "null"]}}}}]},
+            "tools that the engine rewrites",
+        ),
         (
             {"tools": [{"function": {"name": "f", "parameters": {"items": {"type": "varchar"}}}}]},
             "tools that the engine rewrites",
