@@ -122,7 +122,12 @@ class BoundedAdapter(HTTPAdapter):
     def send(self, request: requests.PreparedRequest, stream: bool = False, **kwargs: Any) -> requests.Response:  # type: ignore[override]
         """Send a request. Raises requests.ConnectionError for a reply that is too large, too."""
         reply = super().send(request, stream=True, **kwargs)
-        if not stream:
+        # No other encoding: to guess one takes a second for each megabyte, and some that a server may name hours.
+        reply.encoding = "utf-8"
+        if reply.is_redirect:  # requests reads all of its body first, also where it is not followed
+            reply.close()
+            reply._content, reply._content_consumed = b"", True
+        elif not stream:
             with reply:
                 try:
                     reply._content = read_body(reply, self.most_bytes)
@@ -151,6 +156,8 @@ def read_body(reply: requests.Response, most_bytes: int) -> bytes:
 
     Raises UnusableError for a larger one, requests.ConnectionError for one that is cut or not complete in time.
     """
+    if reply._content is not False:  # of a redirect, which is not read
+        return reply.content
     parts, size = [], 0
     try:
         # What has come is taken at once: a read of a whole piece would unpack all of it.

@@ -48,7 +48,7 @@ Convention = Literal["rounds", "drafts", "unclipped"]
 draftforge does. `drafts`: passes with a draft, an answer's last draft clipped to the tokens that it still needs.
 `unclipped`: passes with a draft, none of them clipped."""
 _NUM = "spec_decode_num_"
-_MOST_LINES, _LONGEST_LINE = 200_000, 16_384  # of metrics, the lines in characters
+_MOST_LINES, _LONGEST_LINE, _MOST_CHARACTERS = 200_000, 16_384, 16 << 20  # of metrics, the lines in characters
 MOST_COUNT = 1e18
 """No engine counts so far; beyond it, a sum of squares is no number."""
 
@@ -158,10 +158,14 @@ Samples = Mapping[str, Sequence[tuple[Mapping[str, str], float]]]
 
 def samples_by_name(text: str, source: str) -> Samples:
     """Samples of a Prometheus text. Raises InputError, naming `source`, for any other."""
-    # The parser takes time quadratic in a line, and keeps an object of hundreds of bytes for each.
+    # The parser looks at each character, takes time quadratic in a line, and keeps an object of hundreds of bytes for
+    # each: 64 MB of labels would take it minutes.
     lines = text.split("\n")
-    if len(lines) > _MOST_LINES or max(map(len, lines)) > _LONGEST_LINE:
-        raise InputError(f"{source}: must have {_MOST_LINES:,} lines of {_LONGEST_LINE:,} characters at most")
+    if len(lines) > _MOST_LINES or max(map(len, lines)) > _LONGEST_LINE or len(text) > _MOST_CHARACTERS:
+        raise InputError(
+            f"{source}: must have {_MOST_LINES:,} lines of {_LONGEST_LINE:,} characters at most, and "
+            f"{_MOST_CHARACTERS:,} in all"
+        )
     found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
         for family in text_string_to_metric_families(text):

@@ -262,12 +262,12 @@ def _check_server(uri: str, shown: str) -> Check:
     from ..http_replies import bounded_session
 
     with bounded_session() as session:
-        code = session.get(f"{uri.rstrip('/')}/health", timeout=PROBE_SECONDS).status_code
+        code = session.get(f"{uri.rstrip('/')}/health", timeout=PROBE_SECONDS, allow_redirects=False).status_code
     # A refusal means that a server is there and credentials are missing; any other error, that it is no MLflow server.
     if code in (401, 403):
         remedy = "set MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
         return Check("tracking", "WARN", f"{shown} answers {code}", remedy)
-    if code >= 400:
+    if code >= 300:
         return Check("tracking", "FAIL", f"{shown} answers {code}", "correct the address: this is no MLflow server")
     return Check("tracking", "OK", f"{shown} answers")
 

@@ -8,6 +8,7 @@ import posixpath
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
@@ -26,7 +27,7 @@ from mlflow.utils.uri import append_to_uri_path
 from .. import storage
 from ..errors import FormatError, InputError, LostFilesError, MissingFileError, RegistryError
 from ..fingerprint import of_file
-from ..http_replies import extend_time
+from ..http_replies import extend_time, read_body
 from ..masking import masked
 from .connect import Tracking, mlflow_errors
 
@@ -34,6 +35,7 @@ PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".npy", ".npz", ".pickle
 MOST_RECORD_BYTES = 256 << 20
 """Largest record of a run (a decision, counts, hashed clusters) that is downloaded to be read."""
 MOST_FILES, _DEEPEST, _PART_BYTES = 10_000, 20, 1 << 20
+_MOST_ERROR_BYTES = 1 << 20
 _LEAST_BYTES_A_SECOND = 100_000
 _PICKLE_STARTS = (*(bytes((0x80, protocol)) for protocol in range(2, 6)), b"PK\x03\x04")  # raw; torch's zip
 
@@ -214,8 +216,10 @@ def _download_from_server(server: HttpArtifactRepository, name: str, size: int, 
     left = size
     reply = http_request(server._host_creds, posixpath.join("/", name), "GET", stream=True)  # type: ignore[no-untyped-call]
     with reply, path.open("wb") as file:
+        if reply.status_code != HTTPStatus.OK:  # what it says is read, and MLflow would read it without an end
+            reply._content = read_body(reply, _MOST_ERROR_BYTES)
+            augmented_raise_for_status(reply)  # type: ignore[no-untyped-call]
         extend_time(reply, MLFLOW_HTTP_REQUEST_TIMEOUT.get() + size / _LEAST_BYTES_A_SECOND)  # type: ignore[no-untyped-call]
-        augmented_raise_for_status(reply)  # type: ignore[no-untyped-call]
         for part in reply.iter_content(_PART_BYTES):
             left -= len(part)
             if left < 0:

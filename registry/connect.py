@@ -89,6 +89,8 @@ class _MlflowAdapter(BoundedAdapter, request_utils.TCPKeepAliveHTTPAdapter):
 
 
 request_utils.TCPKeepAliveHTTPAdapter = _MlflowAdapter  # type: ignore[misc]
+# A redirect begins anew with time and retries, and what is sent goes to another host.
+os.environ.setdefault("MLFLOW_ALLOW_HTTP_REDIRECTS", "false")
 
 
 @dataclass(frozen=True)

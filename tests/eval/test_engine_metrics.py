@@ -259,8 +259,9 @@ def test_what_cannot_be_compared_says_why(expected: ExpectedAcceptance) -> None:
         "a{" + ",".join(f'a{i}="x"' for i in range(200_000)) + "} 1",
         'a{b="' + '\\"' * 400_000 + '"} 1',
         "a 1\n" * 500_000,
+        ("a{" + ",".join(f'a{i}="x"' for i in range(1_500)) + "} 1\n") * 1_400,
     ],
-    ids=["labels", "quotes", "lines"],
+    ids=["labels", "quotes", "lines", "long lines"],
 )
 def test_metrics_that_would_take_hours_are_refused(text: str) -> None:
     began = time.process_time()

@@ -111,7 +111,7 @@ def server() -> Iterator[str]:
         http.shutdown()
 
 
-@pytest.mark.parametrize(("code", "status"), [(200, "OK"), (401, "WARN"), (404, "FAIL")])
+@pytest.mark.parametrize(("code", "status"), [(200, "OK"), (302, "FAIL"), (401, "WARN"), (404, "FAIL")])
 def test_a_tracking_server_that_answers(server: str, tmp_path: Path, code: int, status: str) -> None:
     assert doctor.check_tracking(f"{server}/{code}", tmp_path).status == status
 
