@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import safetensors.torch
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -35,7 +36,62 @@ HEADER, MANIFEST, SHARDS = "header.json", "manifest.json", "shards"
 
 _OPEN_FILES = 64
 _WHOLE = (torch.uint16, torch.int32, torch.int64)
-_RECORD_KEYS = {"name", "split", "bytes", "sha256"}
+
+
+class _Listed(BaseModel):
+    """What a manifest lists of a shard."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    split: Split
+    bytes: int
+    sha256: str
+
+
+class _Counts(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    samples: int
+    prompt_tokens: int
+    tokens: int
+
+
+class _ShardRecord(_Listed):
+    """What is read of a shard's record."""
+
+    samples: int
+    tokens: int
+    seconds: float
+    domains: dict[str, _Counts]
+    skipped: list[dict[str, str]]
+
+
+class _Cut(BaseModel):
+    ended_by: str
+    limits: dict[str, float]
+
+    @model_validator(mode="after")
+    def _ended_by_a_limit(self) -> "_Cut":
+        if self.ended_by not in self.limits:
+            raise ValueError("ended_by: must be one of limits")
+        return self
+
+
+class _Manifest(BaseModel):
+    """What is read of a manifest; only those of parts have all of it for certain."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: Literal[1]
+    shards: list[_Listed]
+    target: str = ""
+    tokenizer: str = ""
+    vocab_size: int = 0
+    stop_ids: list[int] = []
+    special_ids: list[int] = []
+    settings: dict[str, Any] = {}
+    budget: _Cut | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +146,36 @@ def read_record(folder: Path, name: str) -> dict[str, Any]:
     """Read the record of a finished shard. Raises MissingFileError for an unfinished one, CorruptDataError."""
     path = folder / SHARDS / f"{name}.json"
     record = storage.read_object(path)
-    if not record.keys() >= _RECORD_KEYS or record["name"] != name:
-        raise CorruptDataError(f"{path}: not the record of shard {name}; delete it and run the capture again")
+    what, cure = f"not the record of shard {name}", "; delete it and run the capture again"
+    check_fields(_ShardRecord, record, path, what, cure)
+    if record["name"] != name:
+        raise CorruptDataError(f"{path}: {what}{cure}")
     return record
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a finished capture. Raises MissingFileError, CorruptDataError."""
+    path = folder / MANIFEST
+    manifest = storage.read_object(path)
+    what = f"not a capture manifest of format {FORMAT}"
+    check_fields(_Manifest, manifest, path, what, "; delete it and run the capture again")
+    return manifest
+
+
+def check_fields(
+    model: type[BaseModel], value: dict[str, Any], path: Path, what: str = "odd values", cure: str = ""
+) -> None:
+    """Raise CorruptDataError for JSON that is none of the model's, naming file, field and cure."""
+    try:
+        model.model_validate(value)
+        fingerprint.of_json(value)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise CorruptDataError(
+            f"{path}: {what} ({'.'.join(map(str, problem['loc']))}: {problem['msg']}){cure}"
+        ) from None
+    except ValueError as error:
+        raise CorruptDataError(f"{path}: {what} (a number or text that has no JSON: {error}){cure}") from None
 
 
 def check_shard(folder: Path, record: dict[str, Any], content: bool = True) -> None:
@@ -136,11 +219,7 @@ class Capture:
             state = "the capture is not finished; run it again" if (folder / HEADER).is_file() else "not a capture"
             raise MissingFileError(f"{folder / MANIFEST}: no such file; {state}")
         # The manifest lists the shards, which must all be there.
-        manifest = storage.read_json(folder / MANIFEST)
-        if not is_manifest(manifest):
-            raise CorruptDataError(
-                f"{folder / MANIFEST}: not a capture manifest of format {FORMAT}; delete it and run the capture again"
-            )
+        manifest = read_manifest(folder)
         # A progress bar is shown only where contents are read.
         shards: Iterable[dict[str, Any]] = manifest["shards"]
         for record in track(manifest["shards"], "Verifying capture", unit="shards") if verify else shards:
@@ -256,13 +335,6 @@ class Capture:
                 self._files.clear()
             self._files[path] = safe_open(path, framework="pt")
         return self._files[path]
-
-
-def is_manifest(value: Any) -> bool:
-    """Whether a value has the format of a capture's manifest, and lists shards."""
-    if not isinstance(value, dict) or value.get("format") != FORMAT or not isinstance(value.get("shards"), list):
-        return False
-    return all(isinstance(record, dict) and record.keys() >= _RECORD_KEYS for record in value["shards"])
 
 
 def _id_lists(file: Any, key: str) -> list[list[int]]:

@@ -20,10 +20,11 @@ from sqlalchemy.engine import make_url
 
 from .. import fingerprint, storage
 from ..data.store import Capture
-from ..errors import HookError, InputError
+from ..errors import HookError, InputError, one_line
 from ..eval import counts
 from ..eval.leaderboard import Row
 from ..eval.settings import HOLDOUT_SPLIT
+from ..eval.summary import decision_summary
 from ..eval.table import interval
 from ..masking import masked
 from ..progress import say
@@ -42,7 +43,7 @@ from ..specdec.serving_plan import stored_plan, write_plan
 from .draft_scorer import Scorer
 from .export import export_draft, is_copy
 from .holdout_evaluation import Measured, evidence, measure_holdout, show_holdout
-from .scoring import Scored, check_drafts, check_score
+from .scoring import SCORES_FILE, Scored, check_drafts, check_score
 from .stages import Stages, check_capture, check_training
 from .workspace import Workspace
 
@@ -130,7 +131,7 @@ def promote_stage(stages: Stages, run_id: str, scored: Scored) -> tuple[Version,
     record = scored.stage.folder / PROMOTION_FILE
     # 2) The champion has nothing to prove; chosen after a retraining, it is the start that no heir comes up to.
     if current is not None and current.reference == version.reference:
-        known = storage.read_object(record) if record.is_file() else {}
+        known = decision_record(scored.stage.folder) or {}
         shown = known["holdout"] if known.get("version") == version.reference else {"rows": []}
         if scored.chosen.start:
             decision, shown = _no_heir(scored, version), {"rows": []}
@@ -156,6 +157,24 @@ def promote_stage(stages: Stages, run_id: str, scored: Scored) -> tuple[Version,
     # 5) Keep what the report shows.
     _write_record(space, record, version, decision, holdout)
     return version, decision
+
+
+def decision_record(scored: Path) -> dict[str, Any] | None:
+    """Record of the last decision in a score's folder; None: there is none, or it is damaged, which a line says."""
+    path = scored / PROMOTION_FILE
+    if not path.exists():
+        return None
+    # It has no schema of its own: whatever its words trip over means that another version wrote it, or a hand.
+    try:
+        record = storage.read_object(path)
+        decision_summary(storage.read_object(scored / SCORES_FILE), record)
+        record["lineage"].keys(), list(record["ancestors"]), datetime.fromtimestamp(record["at"], UTC)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:
+        say(f"{path}: not the record of a decision ({one_line(error, 100)}); the next one takes its place")
+        return None
+    return record
 
 
 def _promote_start(

@@ -20,7 +20,7 @@ from ..registry.tracking import TrackedRun
 from ..specdec.formats import meta_file, read_meta
 from ..specdec.formats.checkpoint import HELD_LOSS, OWN_TARGET
 from .export import fetch_command
-from .promotion import PROMOTION_FILE
+from .promotion import PROMOTION_FILE, decision_record
 from .scoring import SCORES_FILE
 from .stages import Stages
 from .workspace import Workspace
@@ -75,7 +75,7 @@ def log_result(stages: Stages, run: TrackedRun, scored: Path | None = None) -> N
     space, head, name = stages.space, None, "plain"
     result: tuple[float | None, float | None, int] = 1.0, 1.0, 0
     if scored is not None:
-        head = decision_summary(storage.read_object(scored / SCORES_FILE), _optional(scored / PROMOTION_FILE))
+        head = decision_summary(storage.read_object(scored / SCORES_FILE), decision_record(scored))
         if head.row is not None:
             name, row = head.split, head.row
             result = row["tau"]["value"], row["speedup"]["value"], row["draft_tokens"]

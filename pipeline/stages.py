@@ -31,7 +31,7 @@ from ..data.rehearsal import blend, conversations_to_add
 from ..data.settings import ReadLimits, TargetSource
 from ..data.sources import check_kinds, input_digests
 from ..data.store import MANIFEST as CAPTURE_MANIFEST
-from ..data.store import Capture
+from ..data.store import Capture, read_manifest
 from ..errors import DraftforgeError, InputError, MissingFileError, named
 from ..eval.held_loss import held_loss, loss_change, loss_words
 from ..eval.settings import SELECTION_SPLIT
@@ -133,7 +133,7 @@ class Stages:
             if not manifest.is_file():
                 return self.capture
             # Settings do not tell where a time budget ended it: the content joins the fingerprint.
-            content = content_digest(storage.read_object(manifest))
+            content = content_digest(read_manifest(self.capture.folder))
             known = self.capture.fingerprint
             name = known if content is None else fingerprint.of_json([known, content])
             self._captured = Stage(self.capture.folder, name)

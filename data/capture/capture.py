@@ -27,7 +27,7 @@ from ..conversation import Conversation, as_served
 from ..logged_prompts import OTHER_COUNT
 from ..mix import load_mix
 from ..settings import BudgetSettings, CaptureSettings
-from ..store import HEADER, MANIFEST, SHARDS
+from ..store import HEADER, MANIFEST, SHARDS, read_manifest
 from .budget import CaptureBudget
 from .manifest import (
     PART,
@@ -272,7 +272,7 @@ def check_spread(settings: CaptureSettings) -> None:
 
 def _promised(folder: Path) -> set[str]:
     """Shards that a manifest lists."""
-    return {record["name"] for record in storage.read_object(folder / MANIFEST)["shards"]}
+    return {record["name"] for record in read_manifest(folder)["shards"]}
 
 
 def _answer(plan: _Plan, prompts: Prompts, shards: Sequence[ShardPlan], earlier: Json, ranks: Ranks) -> _Report:

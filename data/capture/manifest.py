@@ -9,16 +9,27 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from ... import __version__, fingerprint, storage
 from ...errors import CorruptDataError, InputError, MissingFileError, OwnershipError, StaleInputError
 from ...progress import track
 from ...specdec.sampling_settings import SamplingSettings
 from ...specdec.targets import Target
-from ..conversation import Conversation, Split
+from ..conversation import Conversation
 from ..settings import BudgetSettings, CaptureSettings
-from ..store import FORMAT, HEADER, MANIFEST, SHARDS, check_shard, is_manifest, read_record, shard_path, write_shard
+from ..store import (
+    FORMAT,
+    HEADER,
+    MANIFEST,
+    SHARDS,
+    check_fields,
+    check_shard,
+    read_manifest,
+    read_record,
+    shard_path,
+    write_shard,
+)
 from .plan import PLAN_VERSION, ShardPlan, plan_shards, settings_record
 from .reuse import answers_digest
 from .scheduler import ShardAnswers
@@ -26,22 +37,6 @@ from .scheduler import ShardAnswers
 Json = dict[str, Any]
 
 PART = "part"
-
-
-class _PartRecord(BaseModel):
-    """What a join reads of a shard's record, which another machine wrote."""
-
-    model_config = ConfigDict(strict=True)
-
-    name: str
-    split: Split
-    bytes: int
-    sha256: str
-    samples: int
-    tokens: int
-    seconds: float
-    domains: dict[str, dict[str, int]]
-    skipped: list[dict[str, str]]
 
 
 class _PartHeader(BaseModel):
@@ -57,17 +52,10 @@ class _PartHeader(BaseModel):
     settings: dict[str, Any]
 
 
-class _Cut(BaseModel):
-    ended_by: str
-    limits: dict[str, Any]
-
-
 class _PartManifest(_PartHeader):
     """What a join reads of a part's manifest."""
 
     versions: dict[str, str]
-    shards: list[dict[str, Any]]
-    budget: _Cut | None = None
 
 
 def inputs_record(
@@ -172,7 +160,7 @@ def is_captured(folder: Path, budget: BudgetSettings | None) -> bool:
     if not path.is_file():
         return False
     # A capture that a budget cut goes on only where that very limit is gone or higher.
-    ended = storage.read_object(path).get("budget")
+    ended = read_manifest(folder).get("budget")
     if not isinstance(ended, dict):
         return True
     limit = None if budget is None else budget.limits.get(ended["ended_by"])
@@ -348,7 +336,6 @@ def join(
         copies = [(part, record) for part, manifest in manifests for record in manifest["shards"]]
         for part, listed in track(copies, "Joining", unit="shards"):
             record = read_record(part, listed["name"])
-            _check(_PartRecord, record, part / SHARDS / f"{listed['name']}.json")
 
             # The record must be the one that the part's manifest lists, and agree with a shard that is here already.
             if record["sha256"] != listed["sha256"]:
@@ -399,7 +386,7 @@ def _read_part(folder: Path, inputs: Json) -> tuple[Part, Json]:
     header = storage.read_object(folder / HEADER)
     if PART not in header:
         raise InputError(f"--join {folder}: a whole capture, not a part of one")
-    _check(_PartHeader, header, folder / HEADER)
+    check_fields(_PartHeader, header, folder / HEADER)
     differing = differences(header, inputs)
     if differing:
         raise StaleInputError(f"{folder}: captured with another {', '.join(differing)}")
@@ -407,25 +394,13 @@ def _read_part(folder: Path, inputs: Json) -> tuple[Part, Json]:
     part = parse_part(str(header[PART]))
     if not (folder / MANIFEST).is_file():
         raise MissingFileError(f"{folder}: part {part} is not finished; run it again with --part {part}")
-    manifest = storage.read_object(folder / MANIFEST)
-    _check(_PartManifest, manifest, folder / MANIFEST)
-    if not is_manifest(manifest) or any(manifest.get(name) != value for name, value in header.items()):
+    manifest = read_manifest(folder)
+    check_fields(_PartManifest, manifest, folder / MANIFEST)
+    if any(manifest.get(name) != value for name, value in header.items()):
         raise CorruptDataError(f"{folder / MANIFEST}: not the manifest of a part")
     for record in manifest["shards"]:
         check_shard(folder, record)
     return part, manifest
-
-
-def _check(model: type[BaseModel], value: Json, path: Path) -> None:
-    """Raise CorruptDataError, naming the file and the field, for JSON that is none of the model's."""
-    try:
-        model.model_validate(value)
-        fingerprint.of_json(value)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise CorruptDataError(f"{path}: {'.'.join(map(str, problem['loc']))}: {problem['msg']}") from None
-    except ValueError as error:
-        raise CorruptDataError(f"{path}: holds a number or text that has no JSON ({error})") from None
 
 
 def _copy(part: Path, folder: Path, record: Json) -> None:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from draftforge import fingerprint
-from draftforge.data.store import Capture, Sample, write_shard
+from draftforge.data.capture.manifest import is_captured
+from draftforge.data.store import Capture, Sample, read_manifest, read_record, write_shard
 from draftforge.data.teacher_logprobs import Signals, teacher_signals
 from draftforge.errors import CorruptDataError, InputError, MissingFileError, StaleInputError
 from draftforge.specdec.sampling_settings import SamplingSettings
@@ -152,3 +153,46 @@ def test_signals_of_another_number_of_tokens_are_not_written(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="00000-train"):
         write_shard(tmp_path, "00000-train", [make_sample(0, "train", 4)], make_signals(3)._asdict())
     assert not (tmp_path / "shards").exists()
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *(
+            {"vocab_size": "x"},
+            {"stop_ids": None},
+            {"special_ids": 3},
+            {"settings": []},
+            {"target": None},
+            {"shards": {}},
+        ),
+        *(
+            {"budget": []},
+            {"budget": {"ended_by": "tokens", "limits": {}}},
+            {"format": 1, "shards": [{"sha256": None}]},
+        ),
+    ],
+)
+def test_an_odd_manifest_is_named(folder: Path, odd: dict[str, Any]) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | odd))
+    for read in (Capture.open, read_manifest, lambda place: is_captured(place, None)):
+        with pytest.raises(CorruptDataError, match=r"manifest\.json: not a capture manifest of format 1 .*; delete it"):
+            read(folder)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        *({"tokens": None}, {"seconds": float("nan")}, {"split": [1]}, {"sha256": None}, {"skipped": [1]}),
+        *({"domains": {"support": {"tokens": 1}}}, {"domains": {"support": {"samples": [[]]}}}, {"name": "another"}),
+    ],
+)
+def test_an_odd_record_of_a_shard_is_named(folder: Path, odd: dict[str, Any]) -> None:
+    counted = {"samples": 1, "tokens": 4, "seconds": 0.5, "skipped": []}
+    whole = {"name": "s", "split": "train", "bytes": 1, "sha256": "a" * 64, "domains": {}} | counted
+    (folder / "shards" / "s.json").write_text(json.dumps(whole))
+    assert read_record(folder, "s") == whole
+    (folder / "shards" / "s.json").write_text(json.dumps(whole | odd))
+    with pytest.raises(CorruptDataError, match=r"s\.json: not the record of shard s.*; delete it"):
+        read_record(folder, "s")

@@ -316,7 +316,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
         (["hi", "--draft", "none", "--system", " "], "--system ' ': is empty; must hold text"),
         (["--messages", "missing.json", "--draft", "none"], "--messages missing.json: no such file"),
         (["--messages", str(DEMO), "--draft", "none"], "demo.yaml: not JSON"),
-        (["a\udcffb", "--draft", "none"], "PROMPT .*: is not valid Unicode"),
+        (["a\udcffb", "--draft", "none"], "argument .*: must be UTF-8 text"),
         (["word " * 500, "--draft", "none"], "must fit the context of 512"),
         (["hi", "--draft", "smal"], r"--draft smal: must be a draft folder or one of .*\(small\)"),
         (["hi", "--draft", "none", "--rule", "gredy"], "rule: 'gredy': must be one of greedy, token, block, onehot"),

@@ -11,7 +11,7 @@ from distilled import Distilled
 
 from draftforge.cli import main
 from draftforge.errors import CorruptDataError
-from draftforge.pipeline.promotion import PROMOTION_FILE, kept_counts
+from draftforge.pipeline.promotion import PROMOTION_FILE, decision_record, kept_counts
 from draftforge.pipeline.report import REPORT_FILE, find_scored, log_report, write_report
 from draftforge.pipeline.scoring import SCORES_FILE
 from draftforge.pipeline.workspace import Workspace
@@ -77,3 +77,12 @@ def test_a_run_leaves_a_report_that_is_drawn_again_without_a_model(
             write_report(space, tmp_path)
     log_report(space, tmp_path, None)  # type: ignore[arg-type]
     assert "no report: " in capsys.readouterr().err
+
+    # A damaged decision counts as none: the next one takes its place.
+    (tmp_path / SCORES_FILE).write_text(json.dumps(scores))
+    (tmp_path / PROMOTION_FILE).write_text(json.dumps(kept))
+    assert decision_record(tmp_path) == kept and decision_record(tmp_path.parent) is None
+    for name, value in [("holdout", {"rows": [1]}), ("holdout", []), ("decision", []), ("lineage", []), ("at", 1e300)]:
+        (tmp_path / PROMOTION_FILE).write_text(json.dumps(kept | {name: value}))
+        assert decision_record(tmp_path) is None
+    assert capsys.readouterr().err.count("promotion.json: not the record of a decision (") == 5
