@@ -469,8 +469,9 @@ def _content(content: Any, role: str, engine: Engine, where: str) -> tuple[str |
             continue
         if engine == "sglang" and kind in _TEXT_PARTS and (kind != "text" or part is not fields or text is None):
             raise LeftOut(where, "request that the engine refuses")
-        if kind in _TEXT_PARTS and text is None:  # engines pass over it; a log may have its text under another name
-            if any(isinstance(value, str) and value for name, value in fields.items() if name not in _NO_TEXT):
+        if kind in _TEXT_PARTS and text is None:  # engines pass over it, or show `None` where no schema knows its type
+            named = any(isinstance(value, str) and value for name, value in fields.items() if name not in _NO_TEXT)
+            if named or kind in ("input_text", "output_text"):  # `named`: a log has its text under another name
                 raise LeftOut(where, "messages in an unread form")
             continue
         if not isinstance(text, str):

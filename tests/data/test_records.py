@@ -183,6 +183,7 @@ BILLED = {
     "role": "system",
     "content": [{"type": "input_text", "text": "x-anthropic-billing-header: cch=abc"}],
 }
+TEXT = {"type": "text", "text": "Hi"}
 USER = {"role": "user", "content": "Hi"}
 DEFINED = {"name": "f", "parameters": {}}
 
@@ -269,6 +270,11 @@ TALK = [{"from": "human", "value": "<image>What?"}]
         *(
             ("messages", {"messages": [USER | {"content": [part]}]}, "messages in an unread form")
             for part in ({"type": "text", "content": "Hi"}, {"type": "input_text", "input_text": "Hi"})
+        ),
+        # vLLM shows a template that loops over parts `None` in the place of its text.
+        *(
+            ("messages", {"messages": [USER | {"content": [TEXT, {"type": kind}]}]}, "messages in an unread form")
+            for kind in ("input_text", "output_text")
         ),
         *(
             ("messages", {"messages": [USER, {"role": role, "content": "Hm"}]}, "messages in an unread form")
