@@ -212,11 +212,12 @@ def _served_folder(draft: StoredDraft) -> Path:
     return draft.path.absolute()
 
 
-def synthetic(command: ServeCommand, K: int) -> ServeCommand:
-    """The command with every second draft token accepted, each after accepted ones, whatever is drafted."""
+def synthetic(command: ServeCommand, K: int, accept: float = 0.5) -> ServeCommand:
+    """The command with each draft token after accepted ones accepted with this probability, whatever is drafted."""
     words = shlex.split(command.text)
     at = words.index("--speculative-config") + 1
-    accepting = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2 - 0.5**K}
+    rates = [accept ** (k + 1) for k in range(K)]
+    accepting = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
     words[at] = json.dumps(json.loads(words[at]) | accepting)
     return command._replace(text=shlex.join(words))
 

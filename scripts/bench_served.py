@@ -19,6 +19,9 @@ server's answers make a promised speed-up with the engine's times, and another w
 share of answers that are the plain server's at the least concurrency, token by token: near ties fall otherwise in
 passes of another shape.
 
+`--accept` lets every server accept draft tokens with one probability, whatever the target says, and replays nothing: it
+compares times alone, for targets and drafts of any size whose weights say nothing (vLLM's `--load-format dummy`).
+
 `--counts` compares counts alone, such as those of many checkpoints: the servers that start together answer at the same
 time, none is plain, and nothing is timed.
 
@@ -29,7 +32,6 @@ Exit code 3: something failed; its row says why.
 """
 
 import json
-import math
 import shlex
 import signal
 import sys
@@ -37,36 +39,25 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import pyarrow as pa
 import torch
 import typer
 from rich.console import Console
 
-from draftforge import fingerprint, storage
+from draftforge import fingerprint
 from draftforge.data.chat_template import render
 from draftforge.data.conversation import Message
-from draftforge.data.store import Sample
 from draftforge.errors import DraftforgeError, EngineError, InputError
-from draftforge.eval import counts
-from draftforge.eval.acceptance import alphas, cluster_sums, tau, unclipped_tau
-from draftforge.eval.cost_measurement import Grid, costs_file, measure_costs, most_context
-from draftforge.eval.cost_table import cached_costs, cost_key
-from draftforge.eval.draft_configs import DraftConfig, ProposerSpec
-from draftforge.eval.score import Identity, score_draft
-from draftforge.eval.serving_load import LoadTimes
-from draftforge.eval.settings import SELECTION_SPLIT
-from draftforge.eval.target_pass_cache import TargetPassCache
 from draftforge.eval.vllm_server import MODEL, StartedServer, VllmClient, VllmLauncher
 from draftforge.pipeline.stages import captured_stages, checkpoints_of
 from draftforge.pipeline.workspace import Workspace
 from draftforge.progress import bar, say
 from draftforge.recipe import load_recipe
 from draftforge.registry.lineage import git_commit
-from draftforge.scripts.served_table import percent, rankings, show
+from draftforge.scripts.served_judge import judge_all
+from draftforge.scripts.served_results import Bench, compare, measured_key, show
 from draftforge.scripts.vllm_servers import (
     PLAIN,
     Draft,
@@ -76,16 +67,12 @@ from draftforge.scripts.vllm_servers import (
     Setup,
     hardware,
     measure,
-    scoring,
 )
 from draftforge.specdec.formats import meta_file, read_meta
 from draftforge.specdec.formats.layouts import NATIVE, family_at, layout_of
-from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.training_free import LOOKUP
-from draftforge.specdec.sampling_settings import SamplingSettings
-from draftforge.specdec.stored_draft import StoredDraft
 from draftforge.specdec.target_settings import TargetSettings
-from draftforge.specdec.targets import Target, load_target_tokenizer
+from draftforge.specdec.targets import load_target_tokenizer
 
 Json = dict[str, Any]
 GRAPH_TOKENS = 512
@@ -139,48 +126,6 @@ def find_drafts(given: Sequence[str], recipe: Path | None, overrides: Sequence[s
                 name = f"{name}-{digest[:6]}"
             found.append(Draft(name, step, family, folder.resolve(), digest))
     return found
-
-
-class Bench:
-    """The results so far, written after each part."""
-
-    def __init__(self, out: Path, settings: Json) -> None:
-        self.out, self.file = out, out / "results.json"
-        self.found: Json = storage.read_object(self.file) if self.file.is_file() else {}
-        before = self.found.setdefault("settings", settings)
-        wrong = next((name for name in settings if before.get(name) != settings[name]), None)
-        if wrong is not None:
-            raise InputError(f"{self.file}: was measured with another {wrong}; name another folder")
-        for part in ("drafts", "servers", "served", "again", "ours", "failed"):
-            self.found.setdefault(part, {})
-
-    def keep(self, part: str, key: str, value: Any) -> None:
-        """Write a figure down at once: the machine may be gone before the next."""
-        self.found[part][key] = value
-        storage.write_json(self.file, self.found)
-
-    def failed(self, key: str, why: str) -> None:
-        """Note why a server, or our own part, could not be measured."""
-        say(f"{key} failed: {why}")
-        self.keep("failed", key, why)
-
-    def answers(self, key: str) -> list[tuple[int, list[int]]]:
-        """What was answered in a measurement: number of the prompt, and ids."""
-        return [(int(number), ids) for number, ids in storage.read_object(self._place(key))["answers"]]
-
-    def keep_answers(self, key: str, answers: Sequence[tuple[int, list[int]]]) -> None:
-        storage.write_bytes(self._place(key), json.dumps({"answers": answers}).encode())
-
-    def _place(self, key: str) -> Path:
-        return self.out / "answers" / f"{key}.json"
-
-
-def measured_key(setup: Setup, concurrency: int) -> str:
-    """Key of a measurement."""
-    return f"{setup.key}-c{concurrency}"
-
-
-# --- what the engine serves ---
 
 
 def serve_all(
@@ -289,203 +234,6 @@ def log_of(setup: Setup) -> str:
     return f"logs/{setup.key}.log"
 
 
-# --- what draftforge says of the same answers ---
-
-
-class Judge:
-    """Replay of drafts on served answers, and their promised speed-up."""
-
-    def __init__(
-        self, bench: Bench, settings: TargetSettings, prompts: Sequence[Prompt], times: EngineTimes, asked: Json
-    ) -> None:
-        self._bench, self._prompts, self._asked = bench, prompts, asked
-        self._target, self._settings = Target.load(settings), scoring(prompts, asked)
-        self._engine_times = times
-        self._traces = TargetPassCache(self._target, self._settings.trace_bytes, self._settings.replay_tokens)
-
-    def judge(self, draft: Draft, setups: Sequence[Setup], base: str) -> Json:
-        """Our figures for each measurement of a draft; `base`: the one whose answers the promise is counted on."""
-        measured = [
-            (measured_key(one, size), one.draft_tokens, size)
-            for one in setups
-            for size in self._asked["concurrency"]
-            if one.draft == draft and not one.synthetic and measured_key(one, size) in self._bench.found["served"]
-        ]
-        answers = {key: self._bench.answers(key) for key in dict.fromkeys([base, *(key for key, *_ in measured)])}
-        # 1) What is known already of these answers and times.
-        table = self._engine_times.table(draft.key)
-        told = [
-            self._settings.model_dump(mode="json"),
-            self._asked["own_times"],
-            table and table.model_dump(mode="json"),
-        ]
-        served_by = fingerprint.of_json([draft.digest, *told, answers])
-        known: Json = self._bench.found["ours"].get(draft.key, {})
-        if known.get("of") == served_by:
-            return known
-        # 2) Every distinct answer is replayed once, at every K that was served.
-        loaded = (
-            StoredDraft.of_method(LOOKUP, self._target)
-            if draft.folder is None
-            else StoredDraft.load(draft.folder, self._target)
-        )
-        # vLLM copies what follows the first occurrence of the last tokens.
-        proposer = partial(PromptLookup, occurrence="first") if draft.folder is None else loaded.proposer
-        spec = ProposerSpec(proposer, tuple(sorted({K for _, K, _ in measured})))
-        samples = {_answer_id(*one): self._sample(*one) for rows in answers.values() for one in rows}
-        rounds = list(samples.values()), self._settings, Identity(draft.name, draft.step), self._traces
-        table = score_draft(self._target, [spec], *rounds, checked=()).counts
-        rows = list(zip(table["conversation"].to_pylist(), table["draft_tokens"].to_pylist(), strict=True))
-        row_of = {row: number for number, row in enumerate(rows)}
-
-        def given(key: str, K: int) -> pa.Table:
-            """Counts of all answers of a measurement, one that was given again counted again."""
-            return table.take([row_of[_answer_id(*one), K] for one in answers[key]])
-
-        # 3) The promises: counts on the base's answers, times over the concurrencies, the engine's and our own.
-        own = self._times(spec, loaded) if self._asked["own_times"] else None
-        engine = self._times_of_engine(draft.key, spec, loaded)
-        deepest = ProposerSpec(spec.make, spec.depths[-1:])
-        synthetic = self._times_of_engine(Setup(draft, 0, True).table, deepest, loaded)
-        found: Json = {"of": served_by, "base": base, "times": own and own.description, "measurements": {}}
-        found["engine_times"] = engine and engine.description
-        confidence, reference = self._settings.confidence, set(map(_answer_id_of, answers[base]))
-        for key, K, size in measured:
-            mine, plain = given(key, K), given(base, K)
-            reached, counted = [one.value for one in alphas(mine, confidence)], unclipped_tau(mine, confidence)
-            figures: Json = {"tau": _known(counted.value), "tau_low": _known(counted.low)}
-            figures |= {"tau_high": _known(counted.high), "answers": len(set(map(_answer_id_of, answers[key])))}
-            figures["accepted_at"] = [_known(math.prod(reached[: k + 1])) for k in range(K)]
-            promised, share = tau(plain, confidence).value, drafting_share(plain) if draft.folder is None else 1.0
-            figures |= {"promised_tau": _known(promised), "drafted_share": share}
-            by = {"promised_speedup": own, "promised_by_engine": engine}
-            for name, one in (by | ({"promised_by_synthetic": synthetic} if spec.depths[-1] == K else {})).items():
-                figures[name] = one and _known(one.gain_at(size, DraftConfig(K), share).speedup(promised))
-            figures["equal_answers"] = sum(_answer_id_of(one) in reference for one in answers[key]) / len(answers[key])
-            found["measurements"][key] = figures
-        return found
-
-    def _sample(self, number: int, ids: list[int]) -> Sample:
-        """An answer as a sample; the answers to one prompt are one cluster.
-
-        vLLM drafts beyond an answer's end, so the last token is drafted, too, where a round begins before it.
-        """
-        name, prompt = _answer_id(number, ids), self._prompts[number]
-        sampling = SamplingSettings()
-        return Sample(
-            prompt_ids=prompt.ids, answer_ids=ids, max_new_tokens=len(ids) + 1, id=f"{name}/0/{sampling.key}",
-            conversation=name, turn=0, cluster=str(number), domain=prompt.domain, split=SELECTION_SPLIT,
-            sampling=sampling, finish="length",
-        )  # fmt: skip
-
-    def _times(self, spec: ProposerSpec, draft: StoredDraft) -> LoadTimes:
-        """Times of this draft's shape over the concurrencies, measured once for all its checkpoints."""
-        settings, load = self._settings, self._settings.load
-        assert load is not None
-        key = cost_key(self._target, draft.module or draft.family, [spec], settings)
-        room = most_context(self._target.max_positions, max(spec.depths), settings.costs.rounds)
-        grid, prompts = Grid.around(load, room), [one.ids for one in self._prompts]
-
-        def measure_here() -> Any:
-            return measure_costs(key, self._target, [spec], prompts, settings, grid)
-
-        return LoadTimes(cached_costs(self._bench.out / "costs" / costs_file(key, grid), key, measure_here), load)
-
-    def _times_of_engine(self, name: str, spec: ProposerSpec, loaded: StoredDraft) -> LoadTimes | None:
-        """Times of the engine's rounds with a draft at every K, if they were measured."""
-        table, load = self._engine_times.table(name), self._settings.load
-        assert load is not None
-        if table is None or not set(spec.depths) <= {point.levels for point in table.points}:
-            return None
-        own = cost_key(self._target, loaded.module or loaded.family, [spec], self._settings)
-        key = own.model_copy(update=table.key.model_dump(include={"hardware", "engine", "software"}))
-        return LoadTimes(table.model_copy(update={"key": key}), load)
-
-
-def drafting_share(table: pa.Table) -> float:
-    """Share of the rounds that draft anything."""
-    sums = cluster_sums(table, counts.values(table, "draft_tokens")[0])
-    return float(sums.position("reached", 0).sum() / sums.column("rounds").sum())
-
-
-def _answer_id(number: int, ids: list[int]) -> str:
-    return f"{number}-{fingerprint.short(fingerprint.of_json(ids))}"
-
-
-def _answer_id_of(answer: tuple[int, list[int]]) -> str:
-    return _answer_id(*answer)
-
-
-def _known(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def judge_all(
-    bench: Bench,
-    target: TargetSettings,
-    setups: Sequence[Setup],
-    prompts: Sequence[Prompt],
-    times: EngineTimes,
-    asked: Json,
-) -> None:
-    """Our figures for every draft that was served; a draft that fails stops no other."""
-    served, least = bench.found["served"], asked["concurrency"][0]
-    pairs = [(one.draft, measured_key(one, size)) for one in setups for size in asked["concurrency"]]
-    there = [(draft, key) for draft, key in pairs if key in served]
-    drafts = list(dict.fromkeys(draft for draft, _ in there if draft is not None))
-    if not drafts:
-        return
-    # Setups begin with the plain server, so its answers at the least concurrency are the first, if there are any.
-    base = there[0][1]
-    if base != measured_key(setups[0], least):
-        say(f"there are no plain answers: promises are counted on those of {base}")
-    judge = Judge(bench, target, prompts, times, asked)
-    for draft in drafts:
-        try:
-            bench.keep("ours", draft.key, judge.judge(draft, setups, base))
-            bench.found["failed"].pop(f"replay of {draft.key}", None)
-        except (DraftforgeError, torch.OutOfMemoryError) as error:
-            bench.failed(f"replay of {draft.key}", str(error))
-
-
-# --- both beside each other ---
-
-
-def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None:
-    """Rows and rankings of the results, kept with them."""
-    served, rows = bench.found["served"], list[Json]()
-    for setup in setups:
-        server = bench.found["servers"].get(setup.key, {})
-        for size in () if setup.synthetic else sizes:
-            key, draft = measured_key(setup, size), setup.draft
-            about: Json = {"engine": server.get("engine", "vLLM"), "draft": draft.name if draft else PLAIN}
-            about |= {"step": draft.step if draft and draft.folder else None}
-            about |= {"draft_tokens": setup.draft_tokens, "concurrency": size}
-            if key not in served:
-                rows.append(about | {"failed": bench.found["failed"].get(setup.key, "was not measured")})
-                continue
-            mine = served[key]
-            about |= {"tokens_per_second": mine.get("tokens_per_second")}
-            if draft is None:
-                about["tokens_per_second_again"] = bench.found["again"].get(key, {}).get("tokens_per_second")
-                rows.append(about)
-                continue
-            ours = bench.found["ours"].get(draft.key, {}).get("measurements", {}).get(key, {})
-            plain = served.get(measured_key(Setup(None, 0), size))
-            speedup = about["tokens_per_second"] / plain["tokens_per_second"] if plain else None
-            about |= {"tau_served": mine["tau"], "tau_ours": ours.get("tau"), "accepted_served": mine["accepted_at"]}
-            about |= {"tau_low": ours.get("tau_low"), "tau_high": ours.get("tau_high")}
-            about |= {"accepted_ours": ours.get("accepted_at"), "speedup_served": speedup}
-            about |= {"speedup_promised": ours.get("promised_by_engine"), "equal_answers": ours.get("equal_answers")}
-            about["speedup_by_own_rounds"] = ours.get("promised_speedup")
-            about["speedup_by_synthetic"] = ours.get("promised_by_synthetic")
-            about["tau_percent"] = percent(about["tau_ours"], about["tau_served"])
-            about["speedup_percent"] = percent(about["speedup_promised"], about["speedup_served"])
-            rows.append(about)
-    bench.found["rows"], bench.found["rankings"] = rows, rankings(rows)
-    storage.write_json(bench.file, bench.found)
-
-
 @app.command()
 def main(
     out: Annotated[Path, typer.Argument(help="Results are written there.")],
@@ -514,6 +262,10 @@ def main(
     synthetic: Annotated[
         bool, typer.Option(help="Time the first draft's largest K accepting synthetically, too.")
     ] = False,
+    accept: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Draft tokens are accepted so often, synthetically."),
+    ] = None,
     counts_only: Annotated[bool, typer.Option("--counts", help="Counts alone, of all these at the same time.")] = False,
     most_seconds: Annotated[float, typer.Option(min=0, help="Begin with no server after so many; 0: all.")] = 0,
     dry_run: Annotated[bool, typer.Option(help="Print the commands of all servers, and start none.")] = False,
@@ -524,9 +276,12 @@ def main(
     settings = TargetSettings.model_validate({"model": str(target.resolve()), "dtype": dtype})
     if dtype not in ("bfloat16", "float16", "float32"):
         raise InputError(f"--dtype {dtype}: must be bfloat16, float16 or float32, which both sides know")
-    drafts = [Draft(LOOKUP, 0, LOOKUP, None, LOOKUP)] if lookup else []
+    # Prompt lookup drafts where the text repeats, which a text of accepted nonsense does not.
+    drafts = [Draft(LOOKUP, 0, LOOKUP, None, LOOKUP)] if lookup and accept is None else []
     drafts += find_drafts(draft or [], recipe, overrides or [], checkpoints)
-    setups = [Setup(one, K) for one in drafts for K in depths]
+    if accept is not None and counts_only:
+        raise InputError("--accept: has no counts to compare; leave out --counts")
+    setups = [Setup(one, K, accept=accept) for one in drafts for K in depths]
     if synthetic and drafts[-1].folder is not None and not counts_only:
         first = next(one for one in drafts if one.folder is not None)
         setups.append(Setup(first, depths[-1], synthetic=True))
@@ -549,7 +304,7 @@ def main(
         "seconds": seconds,
         "flags": flags,
         "counts": counts_only,
-    }
+    } | ({} if accept is None else {"accept": accept})
     asked["prompts"] = fingerprint.of_json([list(one) for one in rows])
     bench = Bench(out.resolve(), asked)
     for one in drafts:
@@ -558,7 +313,7 @@ def main(
     # 2) The servers, then, with the device free again, our own part.
     asked = asked | {"concurrency": sizes, "draft_tokens": depths}
     asked |= {"cost_prompts": cost_prompts, "cost_rounds": cost_rounds, "own_times": own_times and not counts_only}
-    asked |= {"together": together, "most_seconds": most_seconds}
+    asked |= {"together": together, "most_seconds": most_seconds, "accept": accept}
     times = EngineTimes(bench.out / "costs", settings, rows, asked)
     serve_all(bench, vllm, settings, setups, rows, times, asked)
     judge_all(bench, settings, setups, rows, times, asked)

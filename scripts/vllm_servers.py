@@ -49,6 +49,8 @@ class Setup(NamedTuple):
     draft_tokens: int
     synthetic: bool = False
     """It accepts synthetically, and is timed alone."""
+    accept: float | None = None
+    """Each draft token after accepted ones is accepted with this probability, whatever the target says."""
 
     @property
     def key(self) -> str:
@@ -62,9 +64,11 @@ class Setup(NamedTuple):
     def command(self, target: TargetSettings) -> ServeCommand:
         """vLLM's command by draftforge's own words."""
         if self.synthetic:
-            return synthetic(self._replace(synthetic=False).command(target), self.draft_tokens)
+            return synthetic(self._replace(synthetic=False, accept=None).command(target), self.draft_tokens)
         if self.draft is None:
             return plain_command("vllm", target)
+        if self.accept is not None:
+            return synthetic(self._replace(accept=None).command(target), self.draft_tokens, self.accept)
         if self.draft.folder is None:
             return lookup_command("vllm", self.draft_tokens, target)
         plan = ServingPlan.chain(self.draft_tokens)

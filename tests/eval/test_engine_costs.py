@@ -313,7 +313,7 @@ def test_started_servers_accept_synthetically_where_they_can(
     assert plain == ["vllm", "serve", "TARGET"]
     config = json.loads(drafting[drafting.index("--speculative-config") + 1])
     assert (config["method"], config["model"], config["num_speculative_tokens"]) == ("eagle3", str(draft.path), 3)
-    assert config.get("synthetic_acceptance_length") == (1.875 if synthetic else None)
+    assert config.get("synthetic_acceptance_rates") == ([0.5, 0.25, 0.125] if synthetic else None)
     assert (config.get("rejection_sample_method") == "synthetic") == synthetic
     said = " with synthetic acceptance" if synthetic else ""
     assert (servers.engine, servers.software) == (f"vLLM {version}", f"vLLM {version}{said}")

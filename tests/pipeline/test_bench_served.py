@@ -21,7 +21,11 @@ from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.engine_costs import answer_lengths
 from draftforge.eval.serving_load import LoadTimes
 from draftforge.eval.settings import LoadSettings
-from draftforge.scripts import bench_served, served_table, vllm_servers
+from draftforge.eval.speedup import Gain
+from draftforge.scripts import bench_served, served_results, vllm_servers
+from draftforge.scripts.served_judge import promises
+from draftforge.scripts.served_results import Bench
+from draftforge.scripts.vllm_servers import Draft, EngineTimes, Setup
 from draftforge.specdec.decoder import Request, generate
 from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.sampling_settings import SamplingSettings
@@ -89,6 +93,16 @@ class Stage:
         self.run("--counts", *more, out="counted")
         return json.loads((self.folder / "counted/results.json").read_text())  # type: ignore[no-any-return]
 
+    def promised_alone(self) -> Any:
+        """Promises for what the first draft's servers counted, without a replay."""
+        found, settings = self.results, TargetSettings.model_validate({"model": str(self.drafts.target_folder)})
+        bench, draft = Bench(self.folder / "out", found["settings"]), Draft("eagle3", 0, "eagle3", self.draft, "")
+        draft = draft._replace(step=int(next(iter(found["ours"])).rpartition("-")[2]))
+        prompts = bench_served.read_prompts([self.folder / "prompts.jsonl"], 0, settings)
+        asked = found["settings"] | {"concurrency": [1, 2], "draft_tokens": DEPTHS, "cost_prompts": 1, "cost_rounds": 4}
+        times = EngineTimes(bench.out / "costs", settings, prompts, asked)
+        return promises(bench, prompts, times, [Setup(draft, K) for K in DEPTHS], draft, asked)
+
     @property
     def results(self) -> dict[str, Any]:
         return json.loads((self.folder / "out/results.json").read_text())  # type: ignore[no-any-return]
@@ -124,6 +138,7 @@ def test_served_figures_stand_beside_ours_and_a_second_run_goes_on(stage: Stage)
     found = stage.results
     rows = {(row["draft"], row["draft_tokens"], row["concurrency"]): row for row in found["rows"]}
     assert len(rows) == len(found["rows"]) == 2 * (1 + 2 * len(DEPTHS))
+    gains = dict[tuple[int, int], Gain]()
     for K in DEPTHS:
         # Counters of the whole list of prompts, and our own by a plain count of the rounds along the same answers.
         counted = [one for each in stage.state["rounds"][f"{stage.draft} {K}"].values() for one in each]
@@ -148,8 +163,11 @@ def test_served_figures_stand_beside_ours_and_a_second_run_goes_on(stage: Stage)
                 answer_tokens=LENGTH,
             )  # fmt: skip
             tau = own["measurements"][f"{key}-K{K}-c{size}"]["promised_tau"]
-            gain = LoadTimes(table, load).gain_at(size, DraftConfig(K))
-            assert row["speedup_promised"] == pytest.approx(gain.speedup(tau)) and row["speedup_by_own_rounds"] > 0
+            gains[K, size] = LoadTimes(table, load).gain_at(size, DraftConfig(K))
+            assert (
+                row["speedup_promised"] == pytest.approx(gains[K, size].speedup(tau))
+                and row["speedup_by_own_rounds"] > 0
+            )
             assert rows["medusa", K, size]["failed"].endswith("ValueError: no medusa here")
     # Whole passes over three prompts, for four times as many requests as run at once.
     assert [found["served"][f"plain-c{size}"]["requests"] for size in (1, 2)] == [6, 9]
@@ -163,6 +181,13 @@ def test_served_figures_stand_beside_ours_and_a_second_run_goes_on(stage: Stage)
     ((key, _),) = found["ours"].items()
     assert "synthetic" in found["servers"][f"{key}-synthetic-K2"]["command"]
     assert rows["eagle3", 2, 1]["speedup_by_synthetic"] > 0 and rows["eagle3", 1, 1]["speedup_by_synthetic"] is None
+    # Without a replay, a promise is that of the rounds that the server counted, by the same times.
+    alone = stage.promised_alone()
+    for K in DEPTHS:
+        counted = [one for each in stage.state["rounds"][f"{stage.draft} {K}"].values() for one in each]
+        mine = alone[f"{key}-K{K}-c1"]
+        assert mine["promised_tau"] == pytest.approx((sum(LENGTHS) - len(LENGTHS)) / len(counted))
+        assert mine["promised_by_engine"] == pytest.approx(gains[K, 1].speedup(mine["promised_tau"]))
     # The second run starts what failed, and nothing else; it replays nothing again.
     stage.state["broken"] = ["plain", "eagle3", "medusa"]
     stage.write()
@@ -197,6 +222,9 @@ def test_a_dry_run_prints_commands_and_starts_nothing(stage: Stage) -> None:
     assert found.exit_code == 0 and len(lines) == 5
     assert all(line.endswith("--no-enable-prefix-caching --gpu-memory-utilization 0.5") for line in lines)
     assert [("speculative-config" in line) for line in lines] == [False, True, True, True, True]
+    accepting = stage.run("--dry-run", "--accept", "0.5").stdout.splitlines()
+    assert ["rates" in line for line in accepting] == [False, True, True, True, True]
+    assert all(one in accepting[2] for one in ("synthetic", "[0.5, 0.25]"))
     assert not (stage.folder / "out").exists() and not (stage.folder / "starts.txt").exists()
 
 
@@ -234,12 +262,12 @@ def test_checkpoints_are_ranked_by_what_is_served_and_by_ours() -> None:
 
     failed = {"draft": "a", "step": 9, "draft_tokens": 2, "concurrency": 8, "failed": "no server"}
     rows = [row(1, 1.5, 1.4, 1.1, 1.2), row(2, 1.7, 1.6, 1.3, 1.1), failed, row(3, 1.9, 1.8, 1.2, 1.3, "alone")]
-    (found,) = served_table.rankings(rows)
+    (found,) = served_results.rankings(rows)
     assert (found["tau_served"], found["tau_ours"], found["tau_equal"]) == ([2, 1], [2, 1], True)
     assert (found["speedup_served"], found["speedup_promised"]) == ([2, 1], [1, 2])
     assert found["speedup_equal"] is False
-    (unknown,) = served_table.rankings([row(1, 1.5, None, 1.1, 1.2), row(2, 1.7, 1.6, 1.3, 1.1)])
+    (unknown,) = served_results.rankings([row(1, 1.5, None, 1.1, 1.2), row(2, 1.7, 1.6, 1.3, 1.1)])
     assert unknown["tau_ours"] is None and unknown["tau_equal"] is None and unknown["tau_ties"] == []
     intervals = [(1, 1.4, 1.3, 1.5), (2, 1.6, 1.5, 1.7), (3, 1.9, 1.8, 2.0)]
     sure = [row(step, 1.0, ours, 1, 1) | {"tau_low": low, "tau_high": high} for step, ours, low, high in intervals]
-    assert served_table.rankings(sure)[0]["tau_ties"] == [[2, 1]]
+    assert served_results.rankings(sure)[0]["tau_ties"] == [[2, 1]]

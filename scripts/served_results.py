@@ -1,15 +1,96 @@
-"""The table of `bench_served.py`: what is served beside what is counted and promised, and the checkpoints in order."""
+"""Results of `bench_served.py`: kept as they come, served beside promised, checkpoints in order, and their table."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from draftforge import storage
+from draftforge.errors import InputError
+from draftforge.progress import say
+from draftforge.scripts.vllm_servers import PLAIN, Setup
+
 Json = dict[str, Any]
+
+
+class Bench:
+    """The results so far, written after each part."""
+
+    def __init__(self, out: Path, settings: Json) -> None:
+        self.out, self.file = out, out / "results.json"
+        self.found: Json = storage.read_object(self.file) if self.file.is_file() else {}
+        before = self.found.setdefault("settings", settings)
+        wrong = next((name for name in settings if before.get(name) != settings[name]), None)
+        if wrong is not None:
+            raise InputError(f"{self.file}: was measured with another {wrong}; name another folder")
+        for part in ("drafts", "servers", "served", "again", "ours", "failed"):
+            self.found.setdefault(part, {})
+
+    def keep(self, part: str, key: str, value: Any) -> None:
+        """Write a figure down at once: the machine may be gone before the next."""
+        self.found[part][key] = value
+        storage.write_json(self.file, self.found)
+
+    def failed(self, key: str, why: str) -> None:
+        """Note why a server, or our own part, could not be measured."""
+        say(f"{key} failed: {why}")
+        self.keep("failed", key, why)
+
+    def answers(self, key: str) -> list[tuple[int, list[int]]]:
+        """What was answered in a measurement: number of the prompt, and ids."""
+        return [(int(number), ids) for number, ids in storage.read_object(self._place(key))["answers"]]
+
+    def keep_answers(self, key: str, answers: Sequence[tuple[int, list[int]]]) -> None:
+        storage.write_bytes(self._place(key), json.dumps({"answers": answers}).encode())
+
+    def _place(self, key: str) -> Path:
+        return self.out / "answers" / f"{key}.json"
+
+
+def measured_key(setup: Setup, concurrency: int) -> str:
+    """Key of a measurement."""
+    return f"{setup.key}-c{concurrency}"
+
+
+def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None:
+    """Rows and rankings of the results, kept with them."""
+    served, rows = bench.found["served"], list[Json]()
+    for setup in setups:
+        server = bench.found["servers"].get(setup.key, {})
+        for size in () if setup.synthetic else sizes:
+            key, draft = measured_key(setup, size), setup.draft
+            about: Json = {"engine": server.get("engine", "vLLM"), "draft": draft.name if draft else PLAIN}
+            about |= {"step": draft.step if draft and draft.folder else None}
+            about |= {"draft_tokens": setup.draft_tokens, "concurrency": size}
+            if key not in served:
+                rows.append(about | {"failed": bench.found["failed"].get(setup.key, "was not measured")})
+                continue
+            mine = served[key]
+            about |= {"tokens_per_second": mine.get("tokens_per_second")}
+            if draft is None:
+                about["tokens_per_second_again"] = bench.found["again"].get(key, {}).get("tokens_per_second")
+                rows.append(about)
+                continue
+            ours = bench.found["ours"].get(draft.key, {}).get("measurements", {}).get(key, {})
+            plain = served.get(measured_key(Setup(None, 0), size))
+            speedup = about["tokens_per_second"] / plain["tokens_per_second"] if plain else None
+            about |= {"tau_served": mine["tau"], "tau_ours": ours.get("tau"), "accepted_served": mine["accepted_at"]}
+            about |= {"tau_low": ours.get("tau_low"), "tau_high": ours.get("tau_high")}
+            about |= {"accepted_ours": ours.get("accepted_at"), "speedup_served": speedup}
+            about |= {"speedup_promised": ours.get("promised_by_engine"), "equal_answers": ours.get("equal_answers")}
+            about["speedup_by_own_rounds"] = ours.get("promised_speedup")
+            about["speedup_by_synthetic"] = ours.get("promised_by_synthetic")
+            about["tau_percent"] = percent(about["tau_ours"], about["tau_served"])
+            about["speedup_percent"] = percent(about["speedup_promised"], about["speedup_served"])
+            rows.append(about)
+    bench.found["rows"], bench.found["rankings"] = rows, rankings(rows)
+    storage.write_json(bench.file, bench.found)
 
 
 def percent(ours: float | None, served: float | None) -> float | None:
