@@ -86,9 +86,14 @@ def is_of_messages_api(response: Any) -> bool | None:
 
 
 def answers_no_chat(response: Any) -> bool:
-    """Whether a response is one to messages that were only counted, turned into token ids, or embedded."""
+    """Whether a response is one to messages that were only counted, turned into token ids, or embedded, or one of the
+    Responses API, whole or streamed."""
+    if isinstance(response, list):
+        return any(isinstance(chunk, Mapping) and str(chunk.get("type")).startswith("response.") for chunk in response)
     if not isinstance(response, Mapping) or not response:
         return False
+    if response.get("object") == "response":
+        return True
     counted = response.keys() <= {"input_tokens", "context_management"}
     tokenized = "count" in response and isinstance(response.get("tokens"), list)
     return counted or tokenized or (response.get("object") == "list" and "data" in response)

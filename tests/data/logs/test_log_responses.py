@@ -184,3 +184,18 @@ def test_the_choice_with_index_0_is_the_answer(choices: list[Any], answer: str |
 )
 def test_usage(response: Any, tokens: tuple[int | None, int | None]) -> None:
     assert usage_of(response) == tokens
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        {"object": "response", "status": "completed", "output": []},
+        [{"type": "response.created", "response": {}}, {"type": "response.output_text.delta", "delta": "Blue."}],
+        "event: response.created\n" + wire({"type": "response.created", "response": {}}),
+    ],
+)
+def test_what_the_responses_api_answered_is_no_chat_request(tmp_path: Path, response: Any) -> None:
+    """It may continue a stored response, of which messages that a gateway made of its input tell nothing."""
+    lines = [json.dumps({"request": {"messages": [USER]}, "response": one}) for one in (response, ANSWER)]
+    read = read_log(write_lines(tmp_path / "l.jsonl", *lines), "openai")
+    assert read.counts.left_out == {"no chat request": 1} and read.counts.taken == 1
