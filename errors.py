@@ -16,7 +16,7 @@ COMMAND: ContextVar[tuple[str, ...]] = ContextVar("command", default=())
 """The command that this process runs, for lines that say how to go on; empty: it was not started by a command line."""
 
 
-_LONGEST = 4000  # characters of a line
+_LONGEST, _MOST_CLEANED = 4000, 32_000  # characters of a line, and of another library's that secrets are taken out of
 
 
 class DraftforgeError(Exception):
@@ -189,5 +189,9 @@ def one_line(error: BaseException, limit: int = 300, clean: Callable[[str], str]
 
     `clean` takes secrets out before the line is cut: half an address may no longer look like one.
     """
-    line = clean(next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__))
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    # What a server sent may stand in it, of which a megabyte takes seconds to clean; no word of it is cut in half.
+    if len(line) > _MOST_CLEANED:
+        line = line[:_MOST_CLEANED].rpartition(" ")[0] or type(error).__name__
+    line = clean(line)
     return line if len(line) <= limit else line[: limit - 1] + "…"

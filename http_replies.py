@@ -23,6 +23,8 @@ from .errors import one_line
 from .storage import size_text
 
 _PIECE_BYTES = 1 << 16
+LEAST_BYTES_A_SECOND = 100_000
+"""Least rate of what is uploaded or downloaded as a file, beside the time of a reply."""
 _REASONS: list[tuple[tuple[type[BaseException], ...], str]] = [
     ((socket.gaierror,), "unknown host"),
     ((ConnectionRefusedError,), "connection refused"),
@@ -84,11 +86,32 @@ class _TimedResponse(http.client.HTTPResponse):
         self.fp = io.BufferedReader(self.reads)
 
 
-class _TimedConnection(HTTPConnection):
+class _TimedSends:
+    """Sending of a request, which the server takes within the socket's timeout and a least rate: the timeout alone is
+    that of each piece, and a server that reads a little now and then would hold an upload for days."""
+
+    sock: socket.socket
+    _begun, _sent = math.inf, 0
+
+    def putrequest(self, *args: Any, **kwargs: Any) -> Any:
+        """Begin a request."""
+        self._begun, self._sent = time.monotonic(), 0
+        return super().putrequest(*args, **kwargs)  # type: ignore[misc]
+
+    def send(self, data: Any) -> None:
+        """Send a piece. Raises TimeoutError where all of them have taken too long."""
+        super().send(data)  # type: ignore[misc]
+        self._sent += len(data) if isinstance(data, bytes) else 0
+        wait = self.sock.gettimeout()
+        if wait is not None and time.monotonic() - self._begun > wait + self._sent / LEAST_BYTES_A_SECOND:
+            raise TimeoutError("the request is not taken in time")
+
+
+class _TimedConnection(_TimedSends, HTTPConnection):
     response_class = _TimedResponse
 
 
-class _TimedSecureConnection(HTTPSConnection):
+class _TimedSecureConnection(_TimedSends, HTTPSConnection):
     response_class = _TimedResponse
 
 

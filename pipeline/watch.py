@@ -304,7 +304,11 @@ class Receiver:
                 return 204
             self._seen[delivery] = seconds + _CLOCK_SKEW_SECONDS
             if self._kept is not None:
-                storage.write_json(self._kept, self._seen)
+                try:
+                    storage.write_json(self._kept, self._seen)
+                except Exception:  # no answer then: MLflow repeats what was not acted on
+                    del self._seen[delivery]
+                    raise
         # 2) Is it about this target's alias?
         try:
             event = storage.parse_json(body)

@@ -27,7 +27,7 @@ from mlflow.utils.uri import append_to_uri_path
 from .. import storage
 from ..errors import FormatError, InputError, LostFilesError, MissingFileError, RegistryError
 from ..fingerprint import of_file
-from ..http_replies import extend_time, read_body
+from ..http_replies import LEAST_BYTES_A_SECOND, extend_time, read_body
 from ..masking import masked
 from .connect import Tracking, mlflow_errors
 
@@ -36,7 +36,6 @@ MOST_RECORD_BYTES = 256 << 20
 """Largest record of a run (a decision, counts, hashed clusters) that is downloaded to be read."""
 MOST_FILES, _DEEPEST, _PART_BYTES = 10_000, 20, 1 << 20
 _MOST_ERROR_BYTES = 1 << 20
-_LEAST_BYTES_A_SECOND = 100_000
 _PICKLE_STARTS = (*(bytes((0x80, protocol)) for protocol in range(2, 6)), b"PK\x03\x04")  # raw; torch's zip
 
 
@@ -219,7 +218,7 @@ def _download_from_server(server: HttpArtifactRepository, name: str, size: int, 
         if reply.status_code != HTTPStatus.OK:  # what it says is read, and MLflow would read it without an end
             reply._content = read_body(reply, _MOST_ERROR_BYTES)
             augmented_raise_for_status(reply)  # type: ignore[no-untyped-call]
-        extend_time(reply, MLFLOW_HTTP_REQUEST_TIMEOUT.get() + size / _LEAST_BYTES_A_SECOND)  # type: ignore[no-untyped-call]
+        extend_time(reply, MLFLOW_HTTP_REQUEST_TIMEOUT.get() + size / LEAST_BYTES_A_SECOND)  # type: ignore[no-untyped-call]
         for part in reply.iter_content(_PART_BYTES):
             left -= len(part)
             if left < 0:

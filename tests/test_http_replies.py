@@ -2,14 +2,17 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 from mlflow.utils.rest_utils import MlflowHostCreds, http_request
 
+from draftforge import http_replies
 from draftforge.errors import TrackingError
 from draftforge.http_replies import bounded_session, read_body
 from draftforge.registry import artifacts
@@ -96,3 +99,24 @@ def test_the_refusal_of_a_download_is_read_up_to_a_size(
     with pytest.raises(TrackingError, match=r"the reply has more than 1\.00 kB"), mlflow_errors(sending.address):
         artifacts._download_from_server(server, "a", 1000, tmp_path / "a")
     assert sending.ended.wait(30) and sending.sent < MOST_SENT
+
+
+def test_a_server_that_takes_a_little_now_and_then_ends_an_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece is taken within the timeout, all of them never."""
+    monkeypatch.setattr(http_replies, "LEAST_BYTES_A_SECOND", 1e9)
+    taken = 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def take() -> None:
+            nonlocal taken
+            with server.accept()[0] as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+                while part := client.recv(1 << 20):
+                    taken += len(part)
+                    time.sleep(0.02)
+
+        threading.Thread(target=take, daemon=True).start()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with bounded_session() as session, pytest.raises(requests.RequestException, match="not taken in time"):
+            session.put(address, data=(b"x" * (1 << 16) for _ in range(4096)), timeout=0.3)
+    assert taken < 256 << 20

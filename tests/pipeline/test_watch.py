@@ -310,6 +310,17 @@ def test_a_replay_is_known_after_a_restart(tmp_path: Path, monkeypatch: pytest.M
         restarted()
 
 
+def test_a_delivery_that_could_not_be_remembered_is_acted_on_when_it_is_repeated(tmp_path: Path) -> None:
+    """A full disk for a moment lost it: the repetition counted as a replay."""
+    body, kept, acted = json.dumps(MOVED).encode(), tmp_path / "deliveries.json", []
+    receiver = Receiver(SECRET, lambda event: True, lambda: acted.append(1), kept)
+    kept.mkdir()
+    with pytest.raises(InputError, match="must be a regular file"):
+        receiver.accept(signed(body), body)
+    kept.rmdir()
+    assert receiver.accept(signed(body), body) == 202 and acted == [1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "change",

@@ -292,6 +292,19 @@ def test_a_store_without_room_is_a_full_disk() -> None:
         raise MlflowException(said)
 
 
+def test_of_a_long_line_as_much_is_cleaned_as_may_be_shown_and_no_word_in_half() -> None:
+    """Thirty megabytes of a server's took a minute for each error."""
+    cleaned = list[str]()
+
+    def clean(text: str) -> str:
+        cleaned.append(text)
+        return text.replace("x" * 20_000, "***")
+
+    assert one_line(ValueError("x" * 20_000 + " //me:" + "p" * 20_000 + "@h/ " + "y" * 1_000_000), clean=clean) == "***"
+    assert one_line(ValueError("y" * 1_000_000), clean=clean) == "ValueError"
+    assert max(map(len, cleaned)) <= 32_000
+
+
 def test_a_password_is_taken_out_before_a_long_line_is_cut() -> None:
     error = OSError("x" * 270 + " http://user:" + "secret" * 10 + "@host")
     assert "secret" not in one_line(error, clean=masked)
