@@ -150,7 +150,8 @@ def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict
     if isinstance(body.get("tools"), list):
         request["tools"] = [_tool(tool) for tool in body["tools"]]
     if body.get("tools") == []:  # which a template is shown, and chat completions refuse
-        request["chat_template_kwargs"] = {"tools": [], **(body.get("chat_template_kwargs") or {})}
+        arguments = body.get("chat_template_kwargs") or {}
+        request["chat_template_kwargs"] = {"tools": [], **arguments} if isinstance(arguments, Mapping) else arguments
     if isinstance(choice := body.get("tool_choice"), Mapping):
         named = {"type": "function", "function": {"name": choice.get("name")}}
         request["tool_choice"] = _CHOICES.get(str(choice.get("type")), named)
@@ -160,7 +161,8 @@ def request_of(body: Mapping[str, Any], engine: str | None = None) -> tuple[dict
 def _by_template(body: Mapping[str, Any]) -> MessagesForm:
     """What of a request's prompt vLLM makes as its chat template wants it; empty: nothing."""
     disabled = isinstance(body.get("thinking"), Mapping) and body["thinking"].get("type") == "disabled"
-    named = "enable_thinking" in (body.get("chat_template_kwargs") or {})
+    arguments = body.get("chat_template_kwargs")
+    named = isinstance(arguments, Mapping) and "enable_thinking" in arguments
     inside = any(message.get("role") == "system" for message in _objects(body.get("messages")))
     return MessagesForm(disabled=disabled, own_thinking=named) if disabled or inside else MessagesForm()
 

@@ -14,6 +14,7 @@ from draftforge.data.logs import openai
 from draftforge.data.logs.anthropic import is_request, request_of
 from draftforge.data.logs.chat import Entry
 from draftforge.data.logs.response import answer_of
+from draftforge.errors import InputError
 
 ASKED = {"role": "user", "content": "Hi"}
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -381,3 +382,11 @@ def test_parts_with_thoughts_are_of_either_api() -> None:
     assert not any(is_request({"messages": talk, **more}) for more in beside)
     inside: list[dict[str, Any]] = [{"tool_calls": None}, {"refusal": None}, {"role": "user"}]
     assert not any(is_request({"messages": [ASKED, {**said, **more}, ASKED], "max_tokens": 9}) for more in inside)
+
+
+@pytest.mark.parametrize("arguments", [1, "on", ["on"]])
+@pytest.mark.parametrize("fields", [{"tools": []}, {"thinking": {"type": "disabled"}}])
+def test_template_arguments_that_are_no_object_break_the_schema(tmp_path: Path, fields: Any, arguments: Any) -> None:
+    body = {"messages": [ASKED], "max_tokens": 9, **fields, "chat_template_kwargs": arguments}
+    with pytest.raises(InputError, match="chat_template_kwargs is not an object"):
+        read_log(write_lines(tmp_path / "l.jsonl", json.dumps({"path": "/v1/messages", "request": body})), "openai")
