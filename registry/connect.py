@@ -255,6 +255,8 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
     scheme = urllib.parse.urlsplit(uri).scheme.split("+")[0]
     try:
         with quick_requests(settings.connect_seconds):
+            if database is not None and not (database.exists() and database.stat().st_size):
+                _make_database(database)
             if database is not None or scheme in _DATABASE_PORTS:
                 _probe_database(uri, scheme, settings.connect_seconds)
                 return open_client()
@@ -268,6 +270,17 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
             f"{masked(uri)}: MLflow cannot be reached ({_reason(error, uri)}); "
             "check registry.tracking_uri or MLFLOW_TRACKING_URI"
         ) from error
+
+
+def _make_database(database: Path) -> None:
+    """Make a SQLite file with MLflow's tables, whole or not at all: nothing opens one that a kill left with some.
+
+    The caller holds the store's lock.
+    """
+    for leftover in database.parent.glob(f".{database.name}.*"):
+        storage.clear_leftover(leftover)
+    with storage.new_file(database) as beside:
+        MlflowClient(tracking_uri=f"sqlite:///{beside}")._tracking_client.store.engine.dispose()
 
 
 def _experiment(client: MlflowClient, name: str, database: Path | None) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import requests
@@ -159,6 +160,26 @@ def test_database_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("not SQLite, but long enough to be looked at: " + "x" * 4096)
     with pytest.raises(TrackingError, match=r"mlflow\.db: MLflow cannot be reached"):
         open_tracking(RegistrySettings(), tmp_path)
+
+
+def test_a_database_that_is_being_made_is_whole_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C between two tables left a file that MLflow never opened again."""
+    from mlflow.store.db import utils
+
+    whole = utils._upgrade_db
+
+    def stopped(engine: Any) -> None:
+        whole(engine)  # type: ignore[no-untyped-call]
+        raise KeyboardInterrupt
+
+    (tmp_path / "mlflow.db").touch()  # a first look leaves it empty
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(utils, "_upgrade_db", stopped)
+        open_tracking(RegistrySettings(), tmp_path)
+    assert (tmp_path / "mlflow.db").stat().st_size == 0
+    (tmp_path / ".mlflow.db.0123abcd.tmp").touch()  # of a kill
+    assert open_tracking(RegistrySettings(), tmp_path).client.search_experiments()
+    assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "mlflow.open.lock"}
 
 
 def test_a_folder_in_the_databases_place_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
