@@ -17,6 +17,7 @@ from ..eval.score import Identity, measured_tree, perplexity, score_draft, strat
 from ..eval.serving_load import LoadTimes
 from ..eval.settings import LoadSettings, ScoreSettings
 from ..eval.target_pass_cache import TargetPassCache
+from ..specdec.proposers.prompt_lookup import PromptLookup
 from ..specdec.proposers.training_free import LOOKUP
 from ..specdec.proposers.tree_settings import MeasuredTree, MergedTree, StaticTree, Tree, TreeSettings, is_tree_of
 from ..specdec.stored_draft import StoredDraft
@@ -62,8 +63,11 @@ class Scorer:
         return [self.chain_spec(draft), *(self.tree_spec(draft, label, tree, name) for label, tree in trees.items())]
 
     def chain_spec(self, draft: StoredDraft) -> ProposerSpec:
-        """Draft chains of every K of the recipe."""
-        return ProposerSpec(draft.proposer, tuple(self.settings.draft_tokens))
+        """Draft chains of every K of the recipe; prompt lookup copies as the load's engine does."""
+        make, load = draft.proposer, self.settings.load
+        if draft.family == LOOKUP and load is not None and load.engine == "vllm":
+            make = partial(PromptLookup, occurrence="first")
+        return ProposerSpec(make, tuple(self.settings.draft_tokens))
 
     def tree_spec(self, draft: StoredDraft, label: str, tree: TreeSettings, name: str = "") -> ProposerSpec:
         """Draft tree of a draft; a measured one is shaped here, by acceptance on answers of the train split.

@@ -23,6 +23,7 @@ from draftforge.pipeline import draft_scorer, export, holdout_evaluation, parall
 from draftforge.pipeline.scoring import Scored
 from draftforge.pipeline.workspace import Workspace
 from draftforge.recipe import load_recipe
+from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.tree_settings import StaticTree
 from draftforge.specdec.serving_plan import ServingPlan, find_plan
 
@@ -152,6 +153,15 @@ def test_scores_and_a_policy_by_times_of_the_operators_engine(
     # A draft of anybody's making is asked for its servers before any work.
     scoring.check_drafts(Workspace(recipe), tmp_path / "out")
     assert servers.started[-1] == "check small"
+
+
+@pytest.mark.parametrize(("engine", "copied_from"), [("vllm", 2), ("sglang", 5), (None, 5)])
+def test_prompt_lookup_copies_as_the_loads_engine_does(engine: str | None, copied_from: int) -> None:
+    load = None if engine is None else LOAD | {"engine": engine}
+    scorer: Any = SimpleNamespace(settings=ScoreSettings.model_validate({"load": load}))
+    draft: Any = SimpleNamespace(family="lookup", proposer=PromptLookup)
+    lookup: Any = draft_scorer.Scorer.chain_spec(scorer, draft).make()
+    assert lookup._sources([1, 2, 3, 1, 2, 4, 1, 2, 9], 8) == [copied_from]
 
 
 @pytest.mark.parametrize("engine", [True, False])
