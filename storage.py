@@ -329,9 +329,13 @@ def lock(path: Path, timeout_seconds: float = 0.0, what: str = "another process"
 def inside(root: Path, name: str) -> Path:
     """Path of `name` inside `root`, resolved.
 
-    Raises InputError where it would leave `root`: absolute names, `..`, links that point outside.
+    Raises InputError where it would leave `root` (absolute names, `..`, links that point outside), and for a name that
+    no file can have.
     """
-    path = (root / name).resolve()
+    try:
+        path = (root / name).resolve()
+    except ValueError:  # NUL, half a character
+        raise InputError(f"{name!a}: is no name that a file can have") from None
     if not path.is_relative_to(root.resolve()):
         raise InputError(f"{name}: must stay inside {root}")
     return path

@@ -152,3 +152,10 @@ def test_a_number_that_is_larger_than_any_float_is_no_json(text: str) -> None:
     for whole in (text.format("1" * 309), text.format("1" * 309).encode()):
         with pytest.raises(ValueError, match=r"a number of 3\d\d digits, must have 308 at most"):
             parse_json(whole)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800/weights"])
+def test_a_name_that_no_file_can_have_is_refused(name: str, tmp_path: Path) -> None:
+    """A server may list one among its artifacts."""
+    with pytest.raises(InputError, match="is no name that a file can have"):
+        storage.inside(tmp_path, name)
