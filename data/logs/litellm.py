@@ -161,7 +161,9 @@ def _same_either_way(body: Mapping[str, Any]) -> bool:
     system = body.get("system")
     if not (system is None or isinstance(system, str) or (len(_blocks(system)) == 1 and _is_text(system[0]))):
         return False
-    return all(map(_is_plain_tool, body.get("tools") or ())) and all(map(_is_plain, body["messages"]))
+    # Tools that are no list break a rule, which `records` names.
+    tools = body.get("tools") if isinstance(body.get("tools"), Iterable) else ()
+    return all(map(_is_plain_tool, tools or ())) and all(map(_is_plain, body["messages"]))
 
 
 def _is_plain_tool(tool: Any) -> bool:

@@ -390,3 +390,10 @@ def test_template_arguments_that_are_no_object_break_the_schema(tmp_path: Path, 
     body = {"messages": [ASKED], "max_tokens": 9, **fields, "chat_template_kwargs": arguments}
     with pytest.raises(InputError, match="chat_template_kwargs is not an object"):
         read_log(write_lines(tmp_path / "l.jsonl", json.dumps({"path": "/v1/messages", "request": body})), "openai")
+
+
+def test_tools_of_a_gateway_that_are_no_list_break_the_schema(tmp_path: Path) -> None:
+    call = {"call_type": "anthropic_messages", "messages": [ASKED], "custom_llm_provider": "openai", "prompt_tokens": 3}
+    line = json.dumps({**call, "model_parameters": {"system": "s", "tools": -1}})
+    with pytest.raises(InputError, match="tools is not a list of objects"):
+        read_log(write_lines(tmp_path / "l.jsonl", line), "litellm")
