@@ -25,6 +25,7 @@ _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB")
 _LEFTOVER = re.compile(r"\.(?P<final>.+)\.[0-9a-f]{8}\.(?P<kind>tmp|old)")  # what a kill may leave of a write
 _MOST_DIGITS = 308
 # Messages of libraries that wrap a full disk in an error without errno (torch, safetensors, SQLite).
+_CUT_SHORT = re.compile(r"\d+ requested and \d+ written")  # of NumPy, which writes GGUF's tensors
 _DISK_FULL = ("No space left on device", "Disk quota exceeded", "File too large", "database or disk is full")
 
 
@@ -274,7 +275,7 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether this is a full disk, a used-up quota or a file over its limit. Not every library keeps the number."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return True
-    return any(words in str(error) for words in _DISK_FULL)
+    return any(words in str(error) for words in _DISK_FULL) or _CUT_SHORT.fullmatch(str(error)) is not None
 
 
 def size_unit(count: float) -> tuple[float, str]:

@@ -261,7 +261,7 @@ def _connect(settings: RegistrySettings, uri: str, database: Path | None) -> tup
                 _probe_database(uri, scheme, settings.connect_seconds)
                 return open_client()
             return _with_timeout(settings.connect_seconds, open_client)
-    except TrackingError:
+    except DraftforgeError:
         raise
     except (MlflowException, SQLAlchemyError, requests.RequestException, OSError, ImportError, *_UNUSABLE) as error:
         if storage.is_disk_full(error):

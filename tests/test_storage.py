@@ -57,6 +57,11 @@ def test_a_disk_that_is_too_small_says_by_how_much(tmp_path: Path, monkeypatch: 
     assert str(caught.value) == f"{tmp_path}: 1.05 MB free, 1.05 MB needed: 1.50 kB too little; free some"
 
 
+def test_numpy_says_a_full_disk_in_words_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(DiskFullError, match=r"draft\.gguf: no space left"), new_file(tmp_path / "draft.gguf"):
+        raise OSError("38400 requested and 8320 written")
+
+
 @pytest.mark.parametrize("renames", [1, 2, 3])
 def test_a_folder_that_is_being_replaced_survives_a_kill(tmp_path: Path, renames: int) -> None:
     """Killed after so many renames: one has put the old folder aside, two have put the new one in its place."""

@@ -182,6 +182,15 @@ def test_a_database_that_is_being_made_is_whole_or_none(tmp_path: Path, monkeypa
     assert {path.name for path in tmp_path.iterdir()} == {"mlflow.db", "mlflow.open.lock"}
 
 
+def test_a_disk_without_room_for_a_database_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("draftforge.registry.connect.MlflowClient", full)
+    with pytest.raises(DiskFullError, match=r"^\S*mlflow\.db: no space left on the device$"):
+        open_tracking(RegistrySettings(), tmp_path)
+
+
 def test_a_folder_in_the_databases_place_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """MLflow would try to open it for minutes."""
     monkeypatch.setattr("draftforge.registry.connect.MlflowClient", pytest.fail)
