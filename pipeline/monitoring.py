@@ -34,6 +34,7 @@ from ..errors import (
     InputError,
     MissingFileError,
     ServedError,
+    spelt_out,
 )
 from ..eval.acceptance import Estimate
 from ..eval.counts import groups
@@ -504,9 +505,9 @@ def _last_run(tracking: Tracking, recipe: str, labels: Labels) -> Iterator[Metri
 
 
 def _gauge(name: str, text: str, labels: Labels, value: float) -> Metric:
-    """Gauge with one sample."""
+    """Gauge with one sample. Labels are of registries and logs: they control no terminal, and are UTF-8."""
     family = GaugeMetricFamily(f"draftforge_{name}", text, labels=list(labels))
-    family.add_metric(list(labels.values()), value)
+    family.add_metric([spelt_out(label) for label in labels.values()], value)
     return family
 
 
@@ -514,7 +515,7 @@ def _labelled(name: str, text: str, labels: Labels, label: str, values: Mapping[
     """Gauge with one more label, and a sample for each of that label's values."""
     family = GaugeMetricFamily(f"draftforge_{name}", text, labels=[*labels, label])
     for key, value in values.items():
-        family.add_metric([*labels.values(), key], value)
+        family.add_metric([spelt_out(label) for label in (*labels.values(), key)], value)
     return family
 
 

@@ -123,7 +123,7 @@ def push(source: str, repository: str, options: PushOptions) -> None:
             card = files[CARD_FILE].read_text(encoding="utf-8")  # perhaps a stranger's, which controls no terminal
             print(spelt_out(card, kept="\n"), end="")
             return
-        print(_send(files, repository, options.private, draft.facts))
+        print(spelt_out(_send(files, repository, options.private, draft.facts)))
 
 
 def _find(source: str, options: PushOptions, downloads: Path) -> _Source:

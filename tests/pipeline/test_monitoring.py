@@ -15,13 +15,15 @@ import pytest
 import requests
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from draftforge import storage
 from draftforge.cli import main
 from draftforge.errors import AcceptanceMismatchError, InputError, MissingFileError, ServedError
 from draftforge.eval.counts import where
-from draftforge.eval.engine_metrics import expected_acceptance
+from draftforge.eval.engine_metrics import Counters, expected_acceptance
 from draftforge.eval.leaderboard import serving
 from draftforge.pipeline import monitoring
 from draftforge.pipeline.cli_options import MetricsOptions
@@ -364,3 +366,26 @@ def test_a_scrape_follows_no_redirect_sends_no_netrc_and_reads_no_more_than_it_m
     (tmp_path / "saved").write_text(f"vllm:spec_decode_num_drafts_total 1\n{position}")
     with pytest.raises(InputError, match="position '4000000000' of a draft: must be a number below 10000"):
         read_counters([str(tmp_path / "saved")])
+
+
+def test_labels_of_strangers_control_no_terminal_and_are_utf_8() -> None:
+    """Domains of logged requests and tags of a registry stand in them: half a character was a traceback."""
+    odd = {"a\x1b[31m\n\u009b\ud800é": 1.0}
+    counters = Counters(
+        "vllm",
+        "unclipped",
+        1.0,
+        1.0,
+        requests=1.0,
+        domains={next(iter(odd)): Counters("vllm", "unclipped", 1.0, 1.0, requests=1.0)},
+    )
+    registry = CollectorRegistry(auto_describe=False)
+    families = [*monitoring.request_families(counters, {}), *monitoring.served_families(counters, None)]
+
+    class Told(Collector):
+        def collect(self) -> list[Metric]:
+            return families
+
+    registry.register(Told())
+    text = generate_latest(registry).decode()
+    assert text.replace("\n", "").isprintable() and "é" in text and "\\\\x1b[31m" in text
