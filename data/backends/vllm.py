@@ -9,7 +9,7 @@ Shapes: n answer tokens, k top ids, M tail draws (none here).
 import math
 import queue
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,8 +102,7 @@ def checked_answer(
     # 1) Tokens: as many as asked for, of the vocabulary, ended by the first stop token or by length.
     if not tokens or len(tokens) > request.max_new_tokens:
         raise UnusableError(f"{len(tokens)} tokens, must be 1 to {request.max_new_tokens}")
-    if not all(0 <= token < wanted.vocab_size for token in tokens):
-        raise UnusableError(f"token ids up to {max(tokens)}, the vocabulary has {wanted.vocab_size}")
+    _check_ids(tokens, wanted)
     stopped = tokens[-1] in request.stop_ids
     if finish not in ("stop", "length") or (finish == "stop" and not stopped):
         raise UnusableError(f"finish {finish!r} after token {tokens[-1]}")
@@ -115,9 +114,22 @@ def checked_answer(
     # 2) A log-prob of every token.
     if len(logp) != len(tokens) or any(token not in by_id for token, by_id in zip(tokens, logp)):
         raise UnusableError(f"log-probs of {len(logp)} of {len(tokens)} tokens")
+    _check_ids({token for by_id in logp for token in by_id}, wanted)
     own_n = torch.tensor([by_id[token] for token, by_id in zip(tokens, logp)], dtype=torch.float32)
+    values = [value for by_id in logp for value in by_id.values()]
+    if any(map(math.isnan, values)) or not own_n.isfinite().all():
+        raise UnusableError("log-probs that are not finite")
+    if max(values) > math.log(_MOST_MASS):
+        raise InputError(_NOT_RAW)
     columns = {"logp_n": own_n, **(_top_columns(logp, wanted) if wanted.top_k else {})}
     return DecodedAnswer(queued.name, list(tokens), "stop" if stopped else "length", columns)
+
+
+def _check_ids(ids: Collection[int], wanted: LogprobRequest) -> None:
+    """Raise UnusableError unless all ids are of the vocabulary."""
+    wrong = next((one for one in ids if type(one) is not int or not 0 <= one < wanted.vocab_size), None)
+    if wrong is not None:
+        raise UnusableError(f"token id {wrong!r:.40}, the vocabulary has {wanted.vocab_size}")
 
 
 def _top_columns(logp: Sequence[Mapping[int, float]], wanted: LogprobRequest) -> dict[str, Tensor]:

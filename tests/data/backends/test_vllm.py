@@ -1,6 +1,7 @@
 """A capture from a vLLM server: the answers are the target's, whatever the server does wrong now and then."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -15,11 +16,15 @@ from captures import orders
 from served import Served, serving
 
 import draftforge.data.backends.http_json as http_json
+from draftforge.data.backends.vllm import LogprobRequest, checked_answer
 from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.conversation import SPLITS, Conversation
 from draftforge.data.settings import CaptureSettings, VllmBackend
 from draftforge.data.store import Capture
 from draftforge.errors import EngineError, InputError, StaleInputError
+from draftforge.http_replies import UnusableError
+from draftforge.specdec.continuous_batching import QueuedRequest
+from draftforge.specdec.requests import Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
 
@@ -221,6 +226,33 @@ def test_sampling_that_vllm_does_otherwise_is_refused_by_name(
     with pytest.raises(InputError, match=said):
         run(mix=[MIX[0].model_copy(update={"sampling": sampling}), *MIX[1:]])
     assert not served.asked
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+@pytest.mark.parametrize(
+    ("tokens", "other", "said"),
+    [
+        ([5, 6], {9: math.nan}, "not finite"),
+        ([5, 6], {5: math.nan}, "not finite"),
+        ([5, 6], {5: -1e300}, "not finite"),
+        ([5, 6], {9: 0.5}, "not raw ones"),
+        ([5, 6], {2**31: -1.5}, "token id 2147483648, the vocabulary has 100"),
+        ([5, 6], {-1: -1.5}, "token id -1"),
+        ([5, 6], {100: -1.5}, "token id 100"),
+        ([5.0, 6], {9: -2.0}, "token id 5.0"),
+        ([5, 100], {9: -2.0}, "token id 100"),
+    ],
+)
+def test_a_reply_with_other_ids_or_log_probs_than_a_model_has_is_refused(
+    top_k: int, tokens: list[int], other: dict[int, float], said: str
+) -> None:
+    queued = QueuedRequest("turn", Request([1, 2], SamplingSettings(), 0, 2))
+    wanted = LogprobRequest(top_k, vocab_size=100, dtype=torch.float16)
+    good = [{token: -1.0, 9: -2.0, 10: -3.0} for token in tokens]
+    with pytest.raises((UnusableError, InputError), match=said):
+        checked_answer(queued, tokens, "length", [good[0] | other, good[1]], wanted)
+    logp = [{token: -1.0, 9: -2.0, 10: -math.inf} for token in (5, 6)]
+    assert checked_answer(queued, [5, 6], "length", logp, wanted).tokens == [5, 6]
 
 
 _CHILD = """
