@@ -66,19 +66,19 @@ def bar(title: str, total: float | None, unit: str = "", remaining: bool = True)
 @contextmanager
 def _live(title: str, total: float | None, unit: str, remaining: bool) -> Iterator[Advance]:
     """Live bar of rich, redrawn in place on a terminal."""
-    # Title, bar, done/total, unit, times, and the note as the last column.
+    # Title, bar, done/total, unit, times, and the note as the last column. Brackets are those of names: no markup.
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn(unit),
+        TextColumn("{task.fields[unit]}", markup=False),
         TimeElapsedColumn(),
         *([TimeRemainingColumn()] if remaining else []),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     # Without a total, rich shows a pulsing bar.
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(title, total=total, note="")
+        task = progress.add_task(title, total=total, unit=unit, note="")
 
         def advance(amount: float = 1, note: str = "") -> None:
             progress.advance(task, amount)

@@ -26,7 +26,7 @@ from .specdec.engine_features import ENGINES
 from .specdec.proposers.training_free import TRAINING_FREE
 from .specdec.proposers.tree_settings import DRAFT_NAME, MergedTree
 from .specdec.target_settings import TargetSettings
-from .storage import Access, write_bytes
+from .storage import Access, expanded, write_bytes
 from .train.settings import DraftSettings
 
 M = TypeVar("M", bound=BaseModel)
@@ -478,7 +478,7 @@ def _located(value: Any, nodes: Iterable[Schema], root: Schema, base: Path) -> A
 
 
 def _absolute(path: str, base: Path) -> str:
-    return str((base / Path(path).expanduser()).resolve())
+    return str((base / expanded(path)).resolve())
 
 
 def _explain(errors: Iterable[ErrorDetails], raw: Any, schema: Schema) -> list[str]:

@@ -115,6 +115,14 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
+def expanded(path: str) -> Path:
+    """Path with `~` and `~user` as their folders; that of a user whom this machine has not stays as it is."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 MOST_TEXT_BYTES = 64 << 20
 """Largest text that is read whole: a request, prompts, an engine's metrics or responses."""
 

@@ -212,7 +212,7 @@ def _print(head: Headline, tables: Sequence[Table]) -> None:
 
 def _known_context(settings: TargetSettings) -> int | None:
     """Context length of a target on this disk; None for one that is elsewhere, or whose config cannot be read."""
-    if not Path(settings.model).expanduser().exists():
+    if not storage.expanded(settings.model).exists():
         return None
     try:
         return context_length(settings)

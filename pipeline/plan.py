@@ -17,7 +17,6 @@ Shapes: B slots, T tokens of a context, H hidden size, I width of an MLP, V voca
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -40,7 +39,7 @@ from ..specdec.model_folder import check_folder, check_size, of_known_size
 from ..specdec.models import CausalModel
 from ..specdec.served_context import served_context
 from ..specdec.targets import Target, snapshot
-from ..storage import size_text
+from ..storage import expanded, size_text
 from ..train.families import family_of
 from ..train.families.feature_family import largest_vocabulary
 from ..train.memory_estimate import DiskFootprint
@@ -214,7 +213,7 @@ def plan(recipe: Recipe, gpu: GpuName, counts: Sequence[int]) -> None:
 def load_shapes(recipe: Recipe) -> TargetShapes:
     """Shapes of a recipe's target; of a hub id the config alone is downloaded."""
     settings = recipe.target
-    path = Path(settings.model).expanduser()
+    path = expanded(settings.model)
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "gguf_file": settings.gguf_file}
     if path.suffix == ".gguf":
         path, options["gguf_file"] = path.parent, path.name

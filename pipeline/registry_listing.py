@@ -87,7 +87,7 @@ def registry(recipe: "Recipe | None", store: StoreOptions, target: str | None, d
     if not console.is_terminal:
         console.width = max(console.width, _PIPED_COLUMNS)
     if not found.targets:
-        console.print("no target has a draft here" + (f" (--target {target})" if target else ""))
+        console.print("no target has a draft here" + (f" (--target {target})" if target else ""), markup=False)
         return
     # 3) Targets with their drafts, drafts with their targets, and why the gate decided as it did.
     console.print(_by_target(found))

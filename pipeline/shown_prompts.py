@@ -20,6 +20,7 @@ from ..errors import DraftforgeError, InputError
 from ..progress import Console, say
 from ..recipe import Recipe
 from ..specdec.targets import context_length, load_target_tokenizer, rendered_by_vllm, sampling_defaults
+from ..storage import expanded
 from .mix_headline import PromptSample
 from .stages import Stages, mix_stage
 from .workspace import Workspace
@@ -55,7 +56,7 @@ def sample_prompts(recipe: Recipe, folder: Path, count: int) -> PromptSample | N
 
     None: the target's tokenizer is not on this disk, or cannot be read.
     """
-    if not Path(recipe.target.model).expanduser().exists():
+    if not expanded(recipe.target.model).exists():
         return None
     mix = load_mix(folder)
     try:

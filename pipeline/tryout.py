@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from rich.table import Table
+from rich.text import Text
 
 from ..data.chat_template import render
 from ..data.conversation import Message
@@ -160,7 +161,7 @@ def _table(labels: Sequence[str], rows: Sequence[Sequence[dict[str, GeneratedAns
         for method in _METHODS:
             cells.append(f"{tau_of([one[method] for one in row]):.2f}")
             cells.append(f"{speedup_of(row, method):.2f}x")
-        table.add_row(label.replace("[", r"\["), *cells)
+        table.add_row(Text(label), *cells)
     return table
 
 

@@ -1,11 +1,11 @@
 """The recipe's `target` section: which model, as it is served."""
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import InputError
+from ..storage import expanded
 
 
 class TemplateLimits(BaseModel):
@@ -69,7 +69,7 @@ class TargetSettings(BaseModel):
     def absolute(self) -> "TargetSettings":
         """The same with the absolute paths of what lies on this disk, which name it from any folder."""
         named = {"model": self.model, "adapter": self.adapter}
-        paths = {field: Path(text).expanduser().absolute() for field, text in named.items() if text is not None}
+        paths = {field: expanded(text).absolute() for field, text in named.items() if text is not None}
         return self.model_copy(update={field: str(path) for field, path in paths.items() if path.exists()})
 
 

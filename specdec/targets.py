@@ -19,7 +19,7 @@ from transformers import AutoConfig, GgufConfig, PreTrainedModel, PreTrainedToke
 from .. import fingerprint
 from ..errors import DraftforgeError, FormatError, HubError, InputError, MissingFileError, one_line
 from ..progress import say
-from ..storage import check_hub_name, read_object
+from ..storage import check_hub_name, expanded, read_object
 from .expressions import check_names, matching, valued
 from .kernels.fused import can_fuse, fuse
 from .loading import as_the_file_says, load_model, load_tokenizer, processor_template, refused
@@ -215,7 +215,7 @@ def locate(settings: TargetSettings) -> Source:
 
 
 def _find(settings: TargetSettings) -> Source:
-    path = Path(settings.model).expanduser()
+    path = expanded(settings.model)
     # A GGUF file, a folder of either kind, or a hub id.
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -466,7 +466,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _adapter_folder(adapter: str) -> Path:
-    path = Path(adapter).expanduser()
+    path = expanded(adapter)
     folder = path if path.is_dir() else None
     if folder is None:
         folder = snapshot(adapter, None, "target.adapter")

@@ -1,5 +1,7 @@
 """What a person sees while work runs, without a terminal."""
 
+import io
+
 import pytest
 
 from draftforge import progress
@@ -32,3 +34,12 @@ def test_printed_texts_control_no_terminal(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().err.replace("\x1b[31m", "").replace("\x1b[0m", "")
     assert not {"\x1b", "\x07", "\x9b", "\x7f"} & set(shown) and shown.count(r"a\x1b]0;pwned") == 3
     assert shown.count("\n") == 6
+
+
+def test_brackets_and_braces_in_names_are_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = progress.Console(file=io.StringIO(), force_terminal=True, width=120, legacy_windows=False)
+    monkeypatch.setattr(progress, "console", shown)
+    with progress.bar("logs/[/old] [link=x]a[/]", 2, "{rows}") as advance:
+        advance(2, "[/note]")
+    assert isinstance(shown.file, io.StringIO)
+    assert all(text in shown.file.getvalue() for text in ("logs/[/old] [link=x]a[/]", "{rows}", "[/note]"))

@@ -455,3 +455,11 @@ def test_numbers_that_nothing_can_write_are_refused(tmp_path: Path, value: str) 
     path.write_text(f"name: {value}\n")
     with pytest.raises(RecipeError, match=r"recipe\.yaml: line 1: .*: is a number of more than 300 signs"):
         recipe.load_recipe(path)
+
+
+def test_the_home_of_a_user_whom_nobody_knows_is_a_plain_path(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text((Path(recipe.__file__).parent / "configs" / "demo.yaml").read_text())
+    found = recipe.load_recipe(path, ["target.model=~nobody-has-it/m", "mix.sources.0.path=~nobody-has-it/w"])
+    assert found.mix.sources[0].path == str(Path("~nobody-has-it/w").absolute())  # type: ignore[union-attr]
+    assert found.target.absolute().model == "~nobody-has-it/m"

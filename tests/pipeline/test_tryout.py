@@ -42,6 +42,12 @@ def test_prompts_that_are_none_are_refused(tmp_path: Path) -> None:
         tryout.read_prompts([], file)
 
 
+def test_brackets_of_a_prompt_are_no_markup() -> None:
+    console = Console(width=120, record=True)
+    console.print(tryout._table([r"\[/x] [red]a"], [[]]))
+    assert r"\[/x] [red]a" in console.export_text()
+
+
 def test_the_default_target_is_fetched_by_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MissingFileError, match="make target"):

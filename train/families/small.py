@@ -17,6 +17,7 @@ from ...errors import InputError
 from ...specdec.drafts.small import SmallDraft
 from ...specdec.loading import checked_config, load_model, load_tokenizer
 from ...specdec.targets import Target, snapshot, tokenizer_digest
+from ...storage import expanded
 from ..losses.expected_length import chains_of_runs
 from ..losses.linear_head import Head, LossSettings, Rows, head_of
 from ..losses.objectives import StoredDistribution, stored_entries
@@ -189,7 +190,7 @@ def _kept_layers(settings: SmallSettings, total: int) -> list[int]:
 
 def _folder(settings: SmallSettings, name: str) -> Path:
     """Folder of another model: a local one, or the hub's files of it."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     return path if path.is_dir() else snapshot(name, settings.revision, "draft.from_model")
 
 
