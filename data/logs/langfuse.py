@@ -198,10 +198,13 @@ def _messages(given: Any) -> tuple[list[dict[str, Any]] | None, list[Any]]:
     # A list of one list is what LangChain hands on.
     if isinstance(given, list) and len(given) == 1 and isinstance(given[0], list):
         given = given[0]
-    read = [_message(decoded(message)) for message in given] if isinstance(given, list) else []
+    items = [decoded(message) for message in given] if isinstance(given, list) else []
+    read = [_message(item) for item in items]
     if not read or not all(read):
         return None, []
-    found = [message for message in read if message is not None]
+    # From 5.2 on its handler logs names of results without a type: calls in LangChain's own form tell whose they are.
+    own = {"type": "ToolMessage"} if any(map(_has_own_calls, items)) else {}
+    found = [message | own if message["role"] == "tool" else message for message in read if message is not None]
     tools = [message["content"] for message in found if _is_tool(message)]
     return [message for message in found if not _is_tool(message)] or None, tools
 
@@ -261,6 +264,12 @@ def _is_tool(message: Mapping[str, Any]) -> bool:
     if message["role"] != "tool" or message.get("tool_call_id") or not isinstance(content, dict):
         return False
     return isinstance(content.get("function"), dict) or ("name" in content and bool(content.keys() & _OF_TOOLS))
+
+
+def _has_own_calls(given: Mapping[str, Any]) -> bool:
+    """Whether a message has calls as LangChain holds them."""
+    calls = [*_listed(given.get("tool_calls")), *_listed(given.get("invalid_tool_calls"))]
+    return any(isinstance(call, Mapping) and "args" in call for call in calls)
 
 
 def _has_own_name(message: Mapping[str, Any]) -> bool:

@@ -88,3 +88,19 @@ def test_names_of_results_may_not_have_been_sent(tmp_path: Path, form: Any) -> N
     (other,) = (in_doubt.template_args or {})[OTHER_READINGS]
     assert [Message.model_validate(message) for message in other["messages"]] == list(unnamed.messages)
     assert not sent.template_args and not unnamed.template_args
+
+
+def test_names_of_results_are_known_by_calls_in_langchains_form(tmp_path: Path) -> None:
+    """Its handler (Langfuse 5.2) logs a ToolMessage as OpenAI's client sends it, and with the name; calls stay its
+    own."""
+    call = {"name": "clock", "args": {"zone": "CET"}, "id": "c1", "type": "tool_call"}
+    result = {"role": "tool", "content": "noon", "tool_call_id": "c1", "name": "clock"}
+    inputs = [
+        [*ASK, {"role": "assistant", "content": "", name: [call]}, result]
+        for name in ("tool_calls", "invalid_tool_calls")
+    ]
+    lines = [json.dumps({"type": "GENERATION", "input": given}) for given in inputs]
+    for record in read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse").records:
+        readings = (record.template_args or {})[OTHER_READINGS]
+        names = [Message.model_validate(reading["messages"][2]).name for reading in readings]
+        assert record.messages[2].name == "clock" and None in names
