@@ -47,7 +47,7 @@ class MissingFileError(DraftforgeError, FileNotFoundError):
 
 
 class SlowTemplateError(DraftforgeError, TimeoutError):
-    """A target's chat template is too large to compile, or takes too many steps for all prompts together."""
+    """A target's chat template takes too long for all prompts together."""
 
 
 class CorruptDataError(DraftforgeError, ValueError):

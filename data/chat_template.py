@@ -34,20 +34,17 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 
 from ..errors import InputError
 from ..specdec.expressions import ids_of
 from ..specdec.target_settings import TemplateLimits
-from .bounded_templates import LIMITS, STEP_BUDGET, BoundedEnvironment, StepBudget
 from .conversation import OTHER_READINGS, Conversation, Engine, Message, PromptEnd, Turn
 from .logs.anthropic import BILLING_HEADER, MESSAGES_API
+from .template_process import TemplateTime, ask_of, render_in_process
 
 _REFUSED = (
     *(TemplateError, ArithmeticError, TypeError, ValueError, RecursionError),
@@ -61,7 +58,6 @@ UNKNOWN_TIME = datetime(2024, 7, 26, tzinfo=UTC).timestamp()
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 _MEDIA = ("image", "audio", "video", "vision")
 _LOW_EFFORT = ("low_effort", "truncate_history_thinking")  # an argument, and what else is in the templates that know it
-_ROW = ("message", "msg", "m")  # SGLang's names of a loop over messages
 
 
 class Prompt(NamedTuple):
@@ -107,7 +103,7 @@ def render(
     """Render messages to prompt ids with the tokenizer's chat template.
 
     Raises InputError for a tokenizer without chat template and for messages that its template refuses,
-    SlowTemplateError where it is too large to compile, or its prompts together take too many steps.
+    SlowTemplateError where its prompts together take too long.
     """
     return ids_of_prompt(tokenizer, render_prompt(tokenizer, messages, tools, template_args, prompt_end, engine))
 
@@ -141,8 +137,9 @@ def render_prompt(
     template's clock shows; None: now."""
     require_chat_template(tokenizer)
     try:
-        budget = tokenizer.__dict__.setdefault("template_step_budget", StepBudget())
-        with _surroundings(asked_at, getattr(tokenizer, "template_limits", LIMITS.get()), budget):
+        limits = getattr(tokenizer, "template_limits", TemplateLimits())
+        used = tokenizer.__dict__.setdefault("template_time", TemplateTime())
+        with _surroundings(partial(render_in_process, limits, used, asked_at)):
             prompt = _prompt(tokenizer, messages, tools, template_args or {}, prompt_end, engine)
         prompt.whole.encode()
         return prompt
@@ -154,39 +151,21 @@ def render_prompt(
         raise InputError(f"{tokenizer.name_or_path}: its chat template refuses the messages ({reason})") from None
 
 
-class _Clock:
-    """Stands for `datetime` where templates ask for the time."""
-
-    def __init__(self, time: float) -> None:
-        self._time = time
-
-    def now(self) -> datetime:
-        return datetime.fromtimestamp(self._time, UTC)
-
-
 @contextmanager
-def _surroundings(time: float | None, limits: TemplateLimits, budget: StepBudget) -> Iterator[None]:
-    """Let templates see this time, and bound what they do. transformers takes both from its modules alone.
+def _surroundings(render: Callable[..., Any]) -> Iterator[None]:
+    """Let transformers hand what a template is shown to `render`.
 
-    What it changes of messages from 5.24 on (fields without a value are gone, reasoning gets another name) it leaves:
-    engines are bound to versions before that (vLLM 0.33 to those below 5.21, SGLang 0.5.23 to 5.19).
+    What it changes of messages from 5.24 on (fields without a value are gone) it leaves: engines are bound to versions
+    before that (vLLM 0.33 to those below 5.21, SGLang 0.5.23 to 5.19).
     """
     from transformers import tokenization_utils_base  # slow to import
-    from transformers.utils import chat_template_utils
 
-    places: list[tuple[Any, str, Any]] = [
-        (chat_template_utils, "ImmutableSandboxedEnvironment", BoundedEnvironment),
-        (chat_template_utils, "_alias_reasoning_fields", _unchanged),
-        (tokenization_utils_base, "_normalize_chat_messages", _unchanged),
-    ]
-    places += [] if time is None else [(chat_template_utils, "datetime", _Clock(time))]
+    places = [("render_jinja_template", render), ("_normalize_chat_messages", _unchanged)]
     with ExitStack() as stack:
-        for module, name, value in places:
-            if hasattr(module, name):
-                stack.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, value)
-        stack.callback(LIMITS.reset, LIMITS.set(limits))
-        stack.callback(STEP_BUDGET.reset, STEP_BUDGET.set(budget))
+        for name, value in places:
+            if hasattr(tokenization_utils_base, name):
+                stack.callback(setattr, tokenization_utils_base, name, getattr(tokenization_utils_base, name))
+                setattr(tokenization_utils_base, name, value)
         yield
 
 
@@ -227,7 +206,8 @@ def _prompt(
         messages, template_args = _as_messages_api(tokenizer, messages, template_args, form)
     tools = template_args.pop("tools", tools)
     template = chat_template_for(tokenizer, tools, engine)
-    if len(template) > (longest := LIMITS.get().characters):
+    limits: TemplateLimits = getattr(tokenizer, "template_limits", TemplateLimits())
+    if len(template) > (longest := limits.characters):
         raise TemplateError(f"it has {len(template):,} characters; target.template_limits allows {longest:,}")
     shown = shown_messages(messages, takes_parts(template, engine), engine)
     if engine == "vllm" and not any(name in template for name in ('"developer"', "'developer'")):
@@ -282,16 +262,11 @@ def _as_messages_api(
 
 @lru_cache(maxsize=32)
 def _wants_system_first(template: str) -> bool:
-    """Whether vLLM holds that a template refuses a system message among others: it renders some with nothing but
-    Jinja, so a template that needs its tokenizer's tokens or functions counts, too."""
-    asked = [{"role": role, "content": "t"} for role in ("system", "user", "system", "user")]
+    """Whether vLLM holds that a template refuses a system message among others; one that fails at them does."""
     try:
-        BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]).from_string(
-            template
-        ).render(messages=asked, add_generation_prompt=False)
+        return bool(ask_of(template, "wants_system_first"))
     except TemplateError:
         return True
-    return False
 
 
 def _knows_no_none(tokenizer: Any) -> bool:
@@ -454,130 +429,11 @@ def _orjson_float(digits: str) -> float:
 
 @lru_cache(maxsize=32)
 def takes_parts(template: str, engine: Engine = "vllm") -> bool:
-    """Whether a chat template loops over the parts of a message's content, as the engine finds it out.
-
-    vLLM (0.33) looks for loops over the messages, or over a variable or a namespace's field that was set to them, then
-    for one over such a loop variable's content, over a macro's parameter that is given it, or over a variable `content`
-    outside macros.
-    SGLang takes a loop over the content of `message`, `msg` or `m`, or any word for a medium.
-    """
+    """Whether a chat template loops over the parts of a message's content, as the engine finds it out: SGLang takes any
+    word for a medium for one."""
     if engine == "sglang" and any(word in template for word in _MEDIA):
         return True
     try:
-        tree = template_tree(template)
-        loops = list(tree.find_all(nodes.For))
-        if engine == "sglang":
-            return any(_reads(loop.iter, name, "content") for loop in loops for name in _ROW)
-        return _loops_over_content(tree, loops)
-    except (*_REFUSED, _Unreadable):
+        return bool(ask_of(template, "loops_over_parts", engine=engine))
+    except TemplateError:
         return False
-
-
-class _Unreadable(Exception):  # noqa: N818
-    """A construct before which vLLM's search gives up."""
-
-
-def _loops_over_content(tree: nodes.Template, loops: Sequence[nodes.For]) -> bool:
-    """Whether vLLM finds a loop over a message's content."""
-    names = _message_names(tree, loops)
-
-    def is_content(node: nodes.Node) -> bool:
-        return any(_reads(node, name, "content") for name in names)
-
-    # 1) What each loop inside a macro may go over by name: the macro's parameters that are given a content.
-    given: dict[int, set[str]] = {}
-    for macro in tree.find_all(nodes.Macro):
-        parameters = _given_contents(tree, macro, is_content)
-        for loop in macro.find_all(nodes.For):
-            given[id(loop)] = parameters or given.get(id(loop), set())
-
-    # 2) The first loop that is found decides; any other may go over a variable `content`.
-    for loop in loops:
-        named = isinstance(loop.iter, nodes.Name) and loop.iter.name in given.get(id(loop), {"content"})
-        if named or is_content(loop.iter):
-            return _name_of(loop.target) != ""
-    return False
-
-
-def _given_contents(tree: nodes.Template, macro: nodes.Macro, is_content: Callable[[nodes.Node], bool]) -> set[str]:
-    """Names of a macro's parameters that some call gives a message's content."""
-    parameters, found = [parameter.name for parameter in macro.args], set[str]()
-    for call in tree.find_all(nodes.Call):
-        if isinstance(call.node, nodes.Name) and call.node.name == macro.name:
-            found |= {name for name, value in zip(parameters, call.args) if is_content(value)}
-            found |= {named.key for named in call.kwargs if named.key in parameters and is_content(named.value)}
-    return found
-
-
-def _message_names(tree: nodes.Template, loops: Sequence[nodes.For]) -> set[str]:
-    """Names of the variables of loops over the messages."""
-    # Variables, and fields of namespaces, that hold the messages, or a slice of them.
-    known, pending = {"messages"}, ["messages"]
-    while pending:
-        name = pending.pop()
-        for assignment in tree.find_all(nodes.Assign):
-            for target in _holders(assignment, name):
-                if target not in known:
-                    known.add(target)
-                    pending.append(target)
-    return {_name_of(loop.target) for loop in loops if any(_reads(loop.iter, name) for name in known)}
-
-
-def _holders(assignment: nodes.Assign, name: str) -> Iterator[str]:
-    """Names under which an assignment keeps the value of a variable: its target, or a field of a namespace
-    (`{% set ns = namespace(rest=messages) %}`, `{% set ns.rest = messages %}`)."""
-    target, value = assignment.target, assignment.node
-    if isinstance(target, nodes.Name):
-        if _reads(value, name):
-            yield target.name
-        elif isinstance(value, nodes.Call) and _is_variable(value.node, "namespace"):
-            yield from (f"{target.name}.{field.key}" for field in value.kwargs if _reads(field.value, name))
-    elif isinstance(target, nodes.NSRef) and _reads(value, name):
-        yield f"{target.name}.{target.attr}"
-
-
-def _name_of(target: nodes.Node) -> str:
-    if not isinstance(target, nodes.Name):
-        raise _Unreadable
-    return target.name
-
-
-def _reads(node: nodes.Node | None, name: str, field: str | None = None) -> bool:
-    """Whether an expression is a variable (or its field), filtered, sliced or tested."""
-    if isinstance(node, nodes.Filter | nodes.Test):
-        return _reads(node.node, name, field)
-    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-        return _reads(node.node, name, field)
-    if field is None:
-        return _is_variable(node, name)
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == field and _is_variable(node.node, name)
-    return isinstance(node, nodes.Getattr) and node.attr == field and _is_variable(node.node, name)
-
-
-def _is_variable(node: nodes.Node | None, name: str) -> bool:
-    """Whether an expression is the variable of that name, or the field of a namespace (`ns.rest`)."""
-    space, dot, attribute = name.rpartition(".")
-    if dot and isinstance(node, nodes.Getattr):
-        return node.attr == attribute and _is_variable(node.node, space)
-    return isinstance(node, nodes.Name) and node.ctx == "load" and node.name == name
-
-
-class _Generation(Extension):
-    """The tag `generation` of transformers, with which templates mark the assistant's words."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def template_tree(template: str) -> nodes.Template:
-    """Parse a chat template. Raises TemplateError."""
-    return _environment().parse(template)
-
-
-@lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
-    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])

@@ -14,15 +14,16 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError, meta
+from jinja2 import TemplateError
 from jinja2.defaults import DEFAULT_NAMESPACE
 
 from ..errors import InputError
-from .chat_template import chat_template_for, ids_of_prompt, template_tree, turn_ids, turn_prompt
+from .chat_template import chat_template_for, ids_of_prompt, turn_ids, turn_prompt
 from .conversation import (
     NO_HISTORY,
     NO_SYSTEM_PROMPT,
@@ -38,6 +39,7 @@ from .logs.parsing import prompt_digest
 from .settings import RESERVED_ARGS
 from .split import unit
 from .stratify import LogTable
+from .template_process import ask_of
 
 OTHER_PROMPT = "its chat template makes another prompt of the messages than the logged one"
 OTHER_COUNT = "its prompt has another number of tokens than the log counts"
@@ -444,11 +446,11 @@ def _settings(
             yield f"{name}: {str(value).lower()}", (changed, turn)
 
 
+@lru_cache(maxsize=32)
 def _arguments(template: str) -> list[str]:
     """Names of the arguments that a template reads, beside those that every request fills."""
     try:
-        tree = template_tree(template)
-        names = meta.find_undeclared_variables(tree)
+        names = set(ask_of(template, "arguments"))
     except TemplateError:
         return []
     known = {*RESERVED_ARGS, *DEFAULT_NAMESPACE, "documents", "raise_exception", "strftime_now"}

@@ -10,15 +10,14 @@ from ..storage import expanded
 
 class TemplateLimits(BaseModel):
     """What a rendering of a chat template may take; no template of a real model comes near. All renderings of a run
-    together may take `steps` 64 times, and a quarter of `steps_each`."""
+    together may take `seconds` three times, and a quarter of a second each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
-    steps: int = Field(default=1 << 24, ge=1)
-    """Most steps: a round of a loop or a call of a macro is 32 and one for each expression in it (8: a list or dict), a
-    character or item that is read or made is one, an item that is copied unread is 4."""
-    steps_each: int = Field(default=256, ge=0)
-    """Further steps for each character and item of what is rendered."""
+    seconds: float = Field(default=20.0, ge=0.1, le=3600)
+    """Most CPU seconds."""
+    megabytes: int = Field(default=1000, ge=50, le=1_000_000)
+    """Most memory, on Linux."""
     characters: int = Field(default=1 << 20, ge=1)
     """Longest template."""
 
