@@ -61,6 +61,7 @@ def on_kernels(unread: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels."""
     for module in (dynamic_tree, kv_cache, logits, models, prompt_lookup, static_tree, tree, verify_batch):
         monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    monkeypatch.setattr("draftforge.specdec.kernels.flash_decoding._PARTS", 2)  # each takes the interpreter its time
 
 
 @pytest.fixture
