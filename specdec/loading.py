@@ -37,6 +37,9 @@ def load_model(source: str | Path, where: str, only_known: bool = False, **optio
         model, info = AutoModelForCausalLM.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
+        # What is called here has names, whatever the config says.
+        for config in (model.config, model.config.get_text_config()):
+            config.return_dict = True
     _check_weights(where, info, ("missing", "mismatched", "unexpected") if only_known else ("missing", "mismatched"))
     if info["unexpected_keys"] and not only_known:
         unread = sorted(info["unexpected_keys"])

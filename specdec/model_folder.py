@@ -42,7 +42,8 @@ _MOST_LOOPS, _MOST_TENSORS, _MOST_ELEMENTS = 1024, 1 << 18, 1 << 43
 _RANKS = re.compile(r"r$|rank_pattern\.")
 _MOST_ITEMS = 1 << 16  # of the lists that a config's own class makes, for each layer say
 _LOOPS = re.compile(
-    r"(num|n)_\w*(layer|block|expert|stage|head|codebook)s?|\w*_layers?|depth|attention_types|first_k_dense_replace"
+    r"(stage_)?(num|n)_\w*(layer|block|expert|stage|head|codebook|label)s?|\w*_layers?|depth|attention_types"
+    r"|first_k_dense_replace"
 )
 
 

@@ -9,6 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ...errors import FormatError, MissingFileError
 from ...storage import read_object
 from ..drafts.base import DraftModule
+from ..loading import refused
 from . import dflash, eagle, eagle3, eagle3_config, hf, medusa, speculators
 from .gguf import layouts
 from .tensors import is_pickle, pickled, read_types
@@ -30,7 +31,12 @@ def read_draft(place: Path, target_layers: int | None = None) -> DraftModule:
     `target_layers`: layers of the target, for EAGLE-3 configs that do not name the captured ones. Raises
     MissingFileError or FormatError naming what is wrong.
     """
-    # Each layout has a reader, which checks the whole file.
+    # Each layout has a reader, which checks the whole file; a value of another type than it knows ends it.
+    with refused(str(place)):
+        return _read(place, target_layers)
+
+
+def _read(place: Path, target_layers: int | None) -> DraftModule:
     match detect(place):
         case "hf":
             return hf.read(place)

@@ -219,6 +219,25 @@ def test_speculators_configs_that_ask_for_something_else(entries: Any, message: 
         read_draft(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("layout", "entries"),
+    [
+        ("speculators", {"speculators_model_type": {}}),
+        ("speculators", {"transformer_layer_config": {"model_type": "qwen3", "rope_parameters": 2}}),
+        ("vllm", {"rope_parameters": 2, "rope_theta": None}),
+        ("vllm", {"architectures": ["DFlashDraftModel"], "dflash_config": {"mask_token_id": {}}}),
+    ],
+)
+def test_values_of_another_type_than_any_reader_knows_are_one_line(
+    layout: Format, entries: dict[str, Any], tmp_path: Path
+) -> None:
+    write_draft(heads.dflash(40), tmp_path, layout, 4, VERIFIER)
+    change_config(tmp_path, **entries)
+    with pytest.raises(FormatError) as refused:
+        read_draft(tmp_path)
+    assert str(refused.value).startswith(str(tmp_path)) and "\n" not in str(refused.value)
+
+
 BLOCK = {"mask_token_id": 60, "target_layer_ids": [0, 1, 3]}
 
 

@@ -171,10 +171,18 @@ def _terabytes(folder: str) -> None:
 
 def test_a_config_is_checked_before_its_own_class_makes_lists(folder: Path) -> None:
     """Which the tokenizer's loader makes, too; a billion layers were a list of 8 GB."""
-    configured(folder, num_hidden_layers=1e9)
-    for load in (load_tokenizer, checked_config):
-        with pytest.raises(FormatError, match=r"^here: config\.json: num_hidden_layers .*: must be 65,536 at most$"):
-            load(folder, "here")
+    original = (folder / "config.json").read_text()
+    for name, value in (("num_hidden_layers", 1e9), ("num_labels", 10**9), ("stage_num_blocks", [10**9])):
+        (folder / "config.json").write_text(original)
+        configured(folder, **{name: value})
+        for load in (load_tokenizer, checked_config):
+            with pytest.raises(FormatError, match=rf"^here: config\.json: {name} .*: must be 65,536 at most$"):
+                load(folder, "here")
+
+
+def test_a_model_answers_by_names_whatever_its_config_says(folder: Path) -> None:
+    configured(folder, return_dict=False)
+    Target.load(TargetSettings(model=str(folder), device="cpu"))
 
 
 def test_tables_of_positions_that_no_file_holds_are_bounded(tmp_path: Path) -> None:
