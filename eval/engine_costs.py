@@ -38,8 +38,10 @@ from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from pydantic import ValidationError
+
 from ..data.backends.http_json import key_in
-from ..errors import EngineError, InputError, named
+from ..errors import EngineError, InputError, named, refused_value
 from ..progress import bar, say
 from ..specdec.formats.layouts import NATIVE, layout_of
 from ..specdec.proposers.training_free import LOOKUP
@@ -281,21 +283,34 @@ class EngineMeasurement:
             for size, context in grid.places:
                 found = probe.rounds(size, context)
                 check(found.share, found.drafted)
-                points.append(
-                    MeasuredRound(
-                        way=CHAIN_WAY if K else PLAIN_WAY, batch_size=size, levels=K, tokens=K + 1,
-                        context_tokens=context, draft_seconds=0.0, verify_seconds=seconds((size, context), found),
-                        rest_seconds=0.0, rounds=max(round(found.rounds), 1),
-                    )
-                )  # fmt: skip
+                with _told_times(probe.name):
+                    points.append(
+                        MeasuredRound(
+                            way=CHAIN_WAY if K else PLAIN_WAY, batch_size=size, levels=K, tokens=K + 1,
+                            context_tokens=context, draft_seconds=0.0, verify_seconds=seconds((size, context), found),
+                            rest_seconds=0.0, rounds=max(round(found.rounds), 1),
+                        )
+                    )  # fmt: skip
                 advance(note=f"batch {size}, context {context}")
             for size in grid.batch_sizes:
-                loop, drafted = probe.closed_loop(size)
+                with _told_times(probe.name):
+                    loop, drafted = probe.closed_loop(size)
                 if not probe.repeated:  # prompt lookup drafts what it finds
                     check(loop.drafted_share, drafted)
                 loops.append(loop)
                 advance(note=f"{size} in flight")
         return points, loops
+
+
+@contextmanager
+def _told_times(name: str) -> Iterator[None]:
+    """Raise EngineError for counts of a server of which no times of rounds can be made. `name`: of the server."""
+    try:
+        yield
+    except ValidationError as error:
+        raise EngineError(f"{name}: counts what no server takes: {refused_value(error)}") from None
+    except ArithmeticError:
+        raise EngineError(f"{name}: drafts in too small a share of its rounds for their times to tell") from None
 
 
 def full_round(measured: float, plain: float, share: float, batch_size: int) -> float:
@@ -388,6 +403,7 @@ class _Probe:
         repeated: bool = False,
     ) -> None:
         self._client, self._settings, self._room, self.K, self.repeated = client, settings, room, K, repeated
+        self.name = client.name
         self._text = [token for prompt in prompts for token in prompt]
         self._lengths = [len(prompt) for prompt in prompts]
 

@@ -44,6 +44,7 @@ from draftforge.eval.engine_costs import (
 )
 from draftforge.eval.serving_load import LoadTimes
 from draftforge.eval.settings import SERVED_FAMILIES, CostSettings, EngineCostSettings, LoadSettings, ScoreSettings
+from draftforge.eval.vllm_server import EngineReading
 from draftforge.specdec.formats.layouts import FAMILIES, NATIVE
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.training_free import LOOKUP
@@ -104,6 +105,35 @@ def test_a_server_that_counts_no_time_is_refused(counted: dict[str, float], monk
         monkeypatch.setattr(client, "read", lambda: read()._replace(**counted))  # type: ignore[arg-type]
         with pytest.raises(EngineError, match=r"counts .* s for .* that it answered$"):
             EngineMeasurement(PROMPTS, SETTINGS, GRID, ROOM).plain(client, plain_key(KEY))
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        ({"rounds": 1e-12}, "verify_seconds = .*: "),
+        ({"rounds": 1e15, "round_seconds": 1e15}, "too small a share of its"),
+    ],
+)
+def test_counts_that_make_no_times_are_one_line(
+    factors: dict[str, float], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = SimulatedServers(round_seconds, prompt_seconds)
+    made = servers._made
+
+    def counting(**changes: Any) -> SimulatedEngine:
+        engine = made(**changes)
+        read = engine.read
+
+        def scaled() -> EngineReading:
+            found = read()
+            return found._replace(**{name: getattr(found, name) * factor for name, factor in factors.items()})
+
+        monkeypatch.setattr(engine, "read", scaled)
+        return engine
+
+    monkeypatch.setattr(servers, "_made", counting)
+    with pytest.raises(EngineError, match=rf"^engine: .*{said}"):
+        measured(servers, LOOKUP)
 
 
 def test_planted_times_are_recovered() -> None:
