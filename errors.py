@@ -50,6 +50,12 @@ class SlowTemplateError(DraftforgeError, TimeoutError):
     """A target's chat template takes too long for all prompts together."""
 
 
+class TemplateProcessError(DraftforgeError, ChildProcessError):
+    """The process that renders chat templates does not start."""
+
+    exit_code = 3
+
+
 class CorruptDataError(DraftforgeError, ValueError):
     """A stored file does not match its recorded digest, shape or format."""
 

@@ -44,7 +44,7 @@ from ..specdec.expressions import ids_of
 from ..specdec.target_settings import TemplateLimits
 from .conversation import OTHER_READINGS, Conversation, Engine, Message, PromptEnd, Turn
 from .logs.anthropic import BILLING_HEADER, MESSAGES_API
-from .template_process import TemplateTime, ask_of, render_in_process
+from .template_process import PROCESS, TemplateTime, ask_of, render_in_process
 
 _REFUSED = (
     *(TemplateError, ArithmeticError, TypeError, ValueError, RecursionError),
@@ -153,7 +153,7 @@ def render_prompt(
 
 @contextmanager
 def _surroundings(render: Callable[..., Any]) -> Iterator[None]:
-    """Let transformers hand what a template is shown to `render`.
+    """Let transformers hand what a template is shown to `render`, for one thread at a time.
 
     What it changes of messages from 5.24 on (fields without a value are gone) it leaves: engines are bound to versions
     before that (vLLM 0.33 to those below 5.21, SGLang 0.5.23 to 5.19).
@@ -161,7 +161,7 @@ def _surroundings(render: Callable[..., Any]) -> Iterator[None]:
     from transformers import tokenization_utils_base  # slow to import
 
     places = [("render_jinja_template", render), ("_normalize_chat_messages", _unchanged)]
-    with ExitStack() as stack:
+    with PROCESS.lock, ExitStack() as stack:
         for name, value in places:
             if hasattr(tokenization_utils_base, name):
                 stack.callback(setattr, tokenization_utils_base, name, getattr(tokenization_utils_base, name))

@@ -1,9 +1,11 @@
 """Templates that would loop for hours, fill the memory or end Python are refused; all others render."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import TemplateError
 
-from draftforge.data.chat_template import render_text, takes_parts
+from draftforge.data.chat_template import _surroundings, render_text, takes_parts
 from draftforge.data.conversation import Message
-from draftforge.data.template_process import TemplateProcess, TemplateTime, ask_of, render_in_process
-from draftforge.errors import InputError, SlowTemplateError
+from draftforge.data.template_process import PROCESS, TemplateProcess, TemplateTime, _Reply, ask_of, render_in_process
+from draftforge.errors import InputError, SlowTemplateError, TemplateProcessError
 from draftforge.specdec.target_settings import TargetSettings, TemplateLimits
 from draftforge.specdec.targets import load_target_tokenizer
 
@@ -156,7 +158,7 @@ import sys
 from draftforge.data import template_process as process
 from draftforge.specdec.target_settings import TemplateLimits
 process.ask_of("a", "arguments")
-print(process._PROCESS._running.pid, flush=True)
+print(process.PROCESS._running.pid, flush=True)
 limits, shown = TemplateLimits(seconds=0.5), {"conversations": [[]], "chat_template": sys.argv[1]}
 process.render_in_process(limits, process.TemplateTime(), None, **shown)
 sys.stdin.read()
@@ -191,3 +193,112 @@ def test_an_interrupted_request_leaves_no_reply_for_the_next(monkeypatch: pytest
     assert first.poll() is not None
     assert asked.ask(LIMITS, {"arguments": {"template": "{{ c }}"}}).value == ["c"]
     asked.end()
+
+
+def test_a_prompt_that_lacks_memory_in_a_used_process_gets_a_new_one() -> None:
+    """What templates before it left there, or a request too large to be read, must not decide on another prompt."""
+    asked, limits = TemplateProcess(), TemplateLimits(megabytes=60)
+
+    def reply_to(template: str, content: str = "") -> _Reply:
+        shown = {"conversations": [[{"content": content}]], "chat_template": template}
+        return asked.ask(limits, {"render": {"asked_at": None, "shown": shown}})
+
+    assert reply_to("a").value == [["a"], []]
+    first = asked._running
+    assert first is not None
+    # Half of its memory is taken by what was rendered before.
+    resource.prlimit(first.pid, resource.RLIMIT_AS, (20 << 20, 20 << 20))
+    assert reply_to("{{ ('a' * 20000000) | length }}").value == [["20000000"], []]
+    assert asked._running is not first
+    with pytest.raises(TemplateError, match=r"^takes more than 60 MB; target\.template_limits\.megabytes allows more$"):
+        reply_to("a", "a" * 50_000_000).value_or_error()
+    asked.end()
+
+
+def test_a_lower_limit_of_the_system_holds_instead() -> None:
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30));"
+        "from draftforge.data.template_process import ask_of; print(ask_of('{{ a }}', 'arguments'))"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(place for place in sys.path if place)}
+    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True) == "['a']\n"
+
+
+def test_halves_of_a_character_stay_halves() -> None:
+    """An engine refuses such a prompt, too."""
+    template = "{{ messages[0].content }}" + r"{{ '\ude00' }}"
+    shown = {"conversations": [[{"content": "\ud83d"}]], "chat_template": template}
+    assert render_in_process(TemplateLimits(), TemplateTime(), None, **shown)[0] == ["\ud83d\ude00"]
+
+
+def test_template_arguments_have_any_names() -> None:
+    shown = {"conversations": [[]], "chat_template": "{{ limits }}{{ used }}{{ asked_at }}"}
+    texts, _ = render_in_process(TemplateLimits(), TemplateTime(), None, **shown, limits=1, used=2, asked_at=3)
+    assert texts == ["123"]
+
+
+def test_a_process_that_does_not_start_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no conversation is left out for it."""
+    asked = TemplateProcess()
+    for start, said in (("import nothing_such", "No module named 'nothing_such'"), ("exit(5)", "exit code 5")):
+        monkeypatch.setattr("draftforge.data.template_process._START", start)
+        with pytest.raises(TemplateProcessError, match=f"^the process that renders .* does not start: .*{said}$"):
+            asked.ask(LIMITS, {})
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(TemplateProcessError, match=r"does not start: No such file or directory$"):
+        asked.ask(LIMITS, {})
+
+
+def test_the_time_is_bounded_where_profilers_are_held_off() -> None:
+    asked, before = TemplateProcess(), signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    try:
+        asked.ask(LIMITS, {"arguments": {"template": ""}})
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        signal.signal(signal.SIGPROF, before)
+    assert asked._running is not None
+    status = Path(f"/proc/{asked._running.pid}/status").read_text()
+    held = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigBlk", "SigIgn"))]
+    assert not any(mask >> (signal.SIGPROF - 1) & 1 for mask in held)
+    asked.end()
+
+
+def test_a_fork_in_the_middle_of_a_request_asks_by_itself() -> None:
+    """Nobody would let go of the lock there."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with PROCESS.lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if PROCESS.lock.acquire(blocking=False) else 1)
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_transformers_is_changed_by_one_thread_at_a_time() -> None:
+    """Else one would put back what another had put there, and a template would be rendered in this process."""
+    from transformers import tokenization_utils_base as library
+
+    before, entered, leave = library.render_jinja_template, threading.Event(), threading.Event()
+
+    def other() -> None:
+        with _surroundings(str):
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=other)
+    with _surroundings(repr):
+        thread.start()
+        assert not entered.wait(0.1)
+    leave.set()
+    thread.join()
+    assert library.render_jinja_template is before
