@@ -73,6 +73,10 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     answered = False if continues else is_of_messages_api(output)
     request, reason, others = _request(given, parameters, engine, answered)
     reason = _refusal(value, given, request) or reason
+    # LangChain's client of the Messages API joins messages, moves the system's and drops names: none of it is logged.
+    metadata = decoded(value.get("metadata"))
+    if reason is None and isinstance(metadata, Mapping) and metadata.get("ls_provider") == "anthropic":
+        reason = "messages in an unread form"
     timing = _timing(value)
     # What the Responses API keeps of earlier requests is in no log; the number of tokens shows it.
     if continues and reason == "raw prompt":
@@ -81,7 +85,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         reason = "earlier messages that the log may lack"
 
     # 3) Labels; a session, or else a trace, is a thread.
-    line = labels(decoded(value.get("metadata")), value) | ({HISTORY_UNKNOWN: True} if continues else {})
+    line = labels(metadata, value) | ({HISTORY_UNKNOWN: True} if continues else {})
     thread = _either(value, "session_id") or _either(value, "trace_id")
     if thread:
         line.setdefault("group", thread)

@@ -104,3 +104,15 @@ def test_names_of_results_are_known_by_calls_in_langchains_form(tmp_path: Path) 
         readings = (record.template_args or {})[OTHER_READINGS]
         names = [Message.model_validate(reading["messages"][2]).name for reading in readings]
         assert record.messages[2].name == "clock" and None in names
+
+
+def test_langchains_client_of_the_messages_api_is_left_out(tmp_path: Path) -> None:
+    """It joins messages of one role, and drops names (langchain-anthropic 1.7): its log has them as they were."""
+    lines = [
+        json.dumps({"type": "GENERATION", "input": ASK, "output": "Hi.", "metadata": {"ls_provider": provider}})
+        for provider in ("openai", "anthropic")
+    ]
+    lines.append(json.dumps({**json.loads(lines[1]), "metadata": json.dumps({"ls_provider": "anthropic"})}))
+    found = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse")
+    assert len(found.records) == 1
+    assert dict(found.counts.left_out) == {"messages in an unread form": 2}
