@@ -74,6 +74,24 @@ def check_tokenizer_file(path: Path, where: str) -> None:
         content = token.get("content") if isinstance(token, dict) and token.get("normalized") else None
         if isinstance(content, str) and len(content) > _LONGEST_NAME:
             raise InputError(f"{where}: an added token of its tokenizer has {len(content):,} characters")
+    _check_merges(stored.get("model"), where)
+
+
+def _check_merges(model: Any, where: str) -> None:
+    """Raise InputError for merges whose second part does not begin with the prefix that the library cuts off it: it
+    aborts the process at one that is shorter."""
+    if not isinstance(model, dict):
+        return
+    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    if not isinstance(prefix, str) or not isinstance(merges, list):
+        return
+    for merge in merges:
+        parts = merge.split(" ") if isinstance(merge, str) else merge
+        second = parts[1] if isinstance(parts, list) and len(parts) == 2 else None
+        if not isinstance(second, str) or not second.startswith(prefix):
+            raise InputError(
+                f"{where}: a merge of its tokenizer does not go on with continuing_subword_prefix {prefix!r:.40}"
+            )
 
 
 def check_tokenizer_expressions(parts: Iterable[Any], where: str) -> None:

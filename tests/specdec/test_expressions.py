@@ -255,3 +255,17 @@ def test_an_expression_that_tries_each_place_anew_is_found_out(monkeypatch: pyte
     ) as said:
         ids_of(tokenizer, text)
     assert said.value.exit_code == 2
+
+
+@pytest.mark.parametrize("merge", ["a b", ["a", "b"], ["a"], 5])
+def test_merges_at_which_the_library_would_abort_are_refused(tmp_path: Path, merge: Any) -> None:
+    """It cuts as many bytes off the second part as the prefix has, whether they are there or not."""
+    path = tmp_path / "tokenizer.json"
+    model = {"type": "BPE", "vocab": {"a": 0, "##b": 1}, "continuing_subword_prefix": "##", "merges": ["a ##b", merge]}
+    path.write_text(json.dumps({"model": model}))
+    with pytest.raises(
+        InputError, match=r"^here: a merge of its tokenizer does not go on with continuing_subword_pref"
+    ):
+        check_tokenizer_file(path, "here")
+    path.write_text(json.dumps({"model": model | {"merges": ["a ##b", ["a", "##b"]]}}))
+    check_tokenizer_file(path, "here")
