@@ -108,11 +108,12 @@ class TemplateProcess:
         TemplateProcessError where the process does not start."""
         line = _line_of({"seconds": limits.seconds, **request})
         with self.lock:
+            begun = time.monotonic()  # a template that ends each process costs its start, too
             while True:
                 rendered_others = self._is_running(limits.megabytes)
                 if not rendered_others:
                     self._start(limits.megabytes)
-                begun, reply = time.monotonic(), self._reply_to(line)
+                reply = self._reply_to(line)
                 if reply.endswith(b"\n"):
                     return _Reply(**json.loads(reply))
                 code = self.end()

@@ -215,6 +215,13 @@ def test_a_prompt_that_lacks_memory_in_a_used_process_gets_a_new_one() -> None:
     asked.end()
 
 
+def test_a_template_that_ends_each_process_has_the_time_of_its_start() -> None:
+    """It ends the run, then: a start takes longer than what each prompt may take on average."""
+    asked, shown = TemplateProcess(), {"conversations": [[]], "chat_template": "{{ 'a' * 10**9 }}"}
+    reply = asked.ask(TemplateLimits(megabytes=60), {"render": {"asked_at": None, "shown": shown}})
+    assert reply.error is not None and reply.seconds > 0.1
+
+
 def test_a_lower_limit_of_the_system_holds_instead() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30));"
