@@ -4,7 +4,7 @@ import io
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,10 +99,22 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[Scored]:
     return seen
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_databases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+@pytest.fixture(scope="session")
+def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The MLflow database that `quick_databases` copies; the first one that is needed makes it."""
+    return tmp_path_factory.mktemp("mlflow") / "empty.db"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_databases(empty_database: Path) -> Iterator[None]:
+    """New MLflow databases are copies, in this folder's tests alone: others test how one is made."""
+    with copied_databases(empty_database):
+        yield
+
+
+@contextmanager
+def copied_databases(empty: Path) -> Iterator[None]:
     """A new MLflow database is a copy of an empty one: making the tables takes seconds."""
-    empty = tmp_path_factory.mktemp("mlflow") / "empty.db"
     whole = connect._connect
 
     def copied(settings: Any, uri: str, database: Path | None) -> Any:
@@ -137,6 +149,7 @@ def crowned_once(
     recipe_in: Callable[..., Path],
     tiny_target_folder: Path,
     finished_stages: Path,
+    empty_database: Path,
 ) -> Snapshot:
     """A folder with a recipe of one small draft after `distill`, its champion, and its target. For `crowned`."""
     root = tmp_path_factory.mktemp("crowned") / "scene"
@@ -144,7 +157,7 @@ def crowned_once(
     score = {"draft_tokens": [2], "decode_conversations": 2, "costs": {"prompts": 2, "rounds": 6, "warmup_rounds": 0}}
     target = {"model": str(root / "target"), "device": "cpu"}
     recipe = recipe_in(root, target=target, drafts={"small": SMALL}, score=score)
-    with cached_stages(finished_stages):
+    with cached_stages(finished_stages), copied_databases(empty_database):
         outcome = distill(Workspace(load_recipe(recipe)))
     assert outcome is not None and outcome.decision.promote
     return Snapshot(root, "saved")
@@ -159,12 +172,15 @@ def crowned(crowned_once: Snapshot) -> Path:
 
 @pytest.fixture(scope="session")
 def distilled_once(
-    tmp_path_factory: pytest.TempPathFactory, recipe_in: Callable[..., Path], finished_stages: Path
+    tmp_path_factory: pytest.TempPathFactory,
+    recipe_in: Callable[..., Path],
+    finished_stages: Path,
+    empty_database: Path,
 ) -> Distilled:
     """The default recipe after `distill`, with a champion."""
     recipe = recipe_in(tmp_path_factory.mktemp("distilled"), registry={"log_with": ["tensorboard"]})
     printed = io.StringIO()
-    with redirect_stdout(printed), cached_stages(finished_stages, reads=False):
+    with redirect_stdout(printed), cached_stages(finished_stages, reads=False), copied_databases(empty_database):
         outcome = distill(Workspace(load_recipe(recipe)))
     assert outcome is not None
     return Distilled(recipe, outcome, printed.getvalue())

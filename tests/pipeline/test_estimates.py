@@ -92,8 +92,9 @@ def test_what_was_made_otherwise_tells_nothing(record: object, tmp_path: Path, c
     assert estimate.needs is None and said == []
 
 
-def test_a_damaged_file_is_said_and_written_anew(tmp_path: Path, clock: Clock, said: list[str]) -> None:
-    (tmp_path / ESTIMATES_FILE).write_text("{")
+@pytest.mark.parametrize("damaged", ["{", '{"capture": {"seconds": 1' + "0" * 400 + "}}"], ids=["cut", "400 zeros"])
+def test_a_damaged_file_is_said_and_written_anew(damaged: str, tmp_path: Path, clock: Clock, said: list[str]) -> None:
+    (tmp_path / ESTIMATES_FILE).write_text(damaged)
     run(tmp_path, SECOND, clock, seconds=1, size=1)
     assert "estimates begin anew" in said[0]
     assert read_object(tmp_path / ESTIMATES_FILE)["capture"]["amount"] == 200

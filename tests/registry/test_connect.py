@@ -187,7 +187,7 @@ def test_a_disk_without_room_for_a_database_is_full(tmp_path: Path, monkeypatch:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("draftforge.registry.connect.MlflowClient", full)
-    with pytest.raises(DiskFullError, match=r"^\S*mlflow\.db: no space left "):
+    with pytest.raises(DiskFullError, match=r"^\S*mlflow\.db: no space left on the device$"):
         open_tracking(RegistrySettings(), tmp_path)
 
 

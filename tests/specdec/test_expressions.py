@@ -192,15 +192,17 @@ def test_expressions_of_an_adapter_take_no_time(tmp_path: Path) -> None:
         ("layer_replication", [[0, 9]]),
         ("trainable_token_indices", [10**9]),
         ("lora_alpha", float("inf")),
-        ("lora_alpha", 10**400),
         ("layer_replication", [[1, 1]] * 2_000),
         ("peft_type", "SHADOW"),  # which loads another model, from wherever its config says
         ("megatron_config", {"hidden_size": 1}),  # which PEFT makes by a module that the config names
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps(stored | {field: value}))
-        with pytest.raises(DraftforgeError, match=r"^target\.adapter: |/adapter_config\.json: not valid") as caught:
+        with pytest.raises(DraftforgeError, match=r"^target\.adapter: ") as caught:
             _merge_adapter(tiny(), str(tmp_path))
         assert "\n" not in str(caught.value)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(stored | {"lora_alpha": 10**400}))
+    with pytest.raises(DraftforgeError, match=r"/adapter_config\.json: not valid JSON \(a number of 401 digits"):
+        _merge_adapter(tiny(), str(tmp_path))
 
 
 @pytest.mark.parametrize("expression", ["(?:.|.)*!", "(.?){40}!", "(.|.)" * 30 + "!"])
