@@ -307,6 +307,9 @@ def _tells_of_tools(path: str, value: Any) -> bool:
     alone are those of OpenAI's old API, which engines pass over."""
     if path == "functions" or not _NAMES_TOOLS.search(path) or _NAMES_CALLS.search(path):
         return False
+    # Conventions of OpenTelemetry let a definition name its tool alone.
+    if _DEFINITIONS.search(path) and isinstance(value, list) and value:
+        return True
     return _PART_OF_TOOL.search(path) is not None or _are_tools(value if isinstance(value, list) else [value])
 
 
@@ -331,6 +334,7 @@ _SHAPING: dict[str, Callable[[Any], bool]] = {
 }
 """Fields of a request that shape its prompt, and whether a value is one of theirs."""
 _NAMES_TOOLS, _NAMES_CALLS = re.compile(r"tool|function", re.I), re.compile(r"(?:tool|function)[._]?calls?", re.I)
+_DEFINITIONS = re.compile(r"(?:tool|function)s?[._]?definitions$", re.I)
 _PART_OF_TOOL = re.compile(r"\.(?:functions|tools)\.\d+\.")
 _SCHEMAS = {"parameters", "input_schema", "inputSchema", "parameters_json_schema"}
 """Where a definition of a tool has its schema: of OpenAI, Anthropic, the AI SDK and Pydantic AI."""

@@ -43,6 +43,13 @@ _EVENT = "event.name"
 _OF_TOOLS = {"parameters", "input_schema", "description"}
 _LANGCHAINS_OWN = ("thinking", "reasoning_content")
 _ASSISTANT = ("assistant", "ai", "model")
+_CONVERSE = frozenset(
+    (
+        *("text", "toolUse", "toolResult", "image", "document", "video", "reasoningContent", "cachePoint"),
+        *("guardContent", "citationsContent"),
+    )
+)
+"""Names of the blocks of a content in Bedrock's Converse API, each an object with its name alone."""
 _PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inputTokens", "inputUsage")
 _ANSWER_COUNTS = ("output", "completion_tokens", "completionTokens", "output_tokens", "outputTokens", "outputUsage")
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -224,7 +231,7 @@ def _message(given: Any) -> dict[str, Any] | None:
     inner = next((given[name] for name in ("kwargs", "data") if isinstance(given.get(name), dict)), given)
     role = given.get("role", kind)
     role = _ROLES.get(role, role) if isinstance(role, str) else None
-    if role not in _ROLES.values():
+    if role not in _ROLES.values() or _has_converse_blocks(inner):
         return None
 
     # LangChain's clients send little of `additional_kwargs`: a name, the role of a developer, calls.
@@ -246,9 +253,10 @@ def _message(given: Any) -> dict[str, Any] | None:
 
 
 def _calls(message: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Any]:
-    """Tool calls of a message in the shape of chat completions. LangChain has those apart whose arguments are no JSON,
-    and sends them behind the others; without either, what the API gave it (`extra`)."""
-    found = [*_listed(message.get("tool_calls")), *_listed(message.get("invalid_tool_calls"))]
+    """Tool calls of a message in the shape of chat completions, also logged as text, as attributes of OpenTelemetry are.
+    LangChain has those apart whose arguments are no JSON, and sends them behind the others; without either, what the
+    API gave it (`extra`)."""
+    found = [*_listed(decoded(message.get("tool_calls"))), *_listed(message.get("invalid_tool_calls"))]
     if found:
         return [_call(call) for call in found]
     known = ("id", "type", "function")
@@ -260,6 +268,16 @@ def _calls(message: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Any]:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _has_converse_blocks(message: Mapping[str, Any]) -> bool:
+    """Whether a content is the JSON text of blocks of the Converse API, as events of Strands Agents hold it: what it
+    sends of them to other APIs, and its tools, are not logged."""
+    content = message.get("content")
+    blocks = _listed(decoded(content)) if isinstance(content, str) else []
+    return bool(blocks) and all(
+        isinstance(block, dict) and len(block) == 1 and block.keys() <= _CONVERSE for block in blocks
+    )
 
 
 def _is_tool(message: Mapping[str, Any]) -> bool:

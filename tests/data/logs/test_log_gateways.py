@@ -466,6 +466,19 @@ def test_langfuse_texts_that_read_like_parts_are_texts(tmp_path: Path, role: str
     assert [talk[1] for talk in read.talks] == [(role, said)] * len(lines)
 
 
+@pytest.mark.parametrize("encode", [lambda value: value, json.dumps, str])
+def test_langfuse_calls_however_they_are_encoded(tmp_path: Path, encode: Any) -> None:
+    """Attributes of OpenTelemetry's events are texts, calls of the assistant's message too."""
+    calls = [
+        {"id": id, "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}} for id in ("c1", "c2")
+    ]
+    results = [{"role": "tool", "content": "22", "tool_call_id": id} for id in ("c2", "c1")]
+    given = [*ASK, {"role": "assistant", "content": "Let me see.", "tool_calls": encode(calls)}, *results]
+    line = json.dumps({"type": "GENERATION", "input": given})
+    (record,) = read_log(write_lines(tmp_path / "o.jsonl", line), "langfuse").records
+    assert [message.tool_calls for message in record.messages] == [None, calls, None, None]
+
+
 CHAT = {"choices": [{"message": {"role": "assistant", "content": "Hello."}}]}
 ANTHROPIC = {"type": "message", "content": [{"type": "text", "text": "Hello."}]}
 OWN = [{"type": "input_text", "text": "Hi"}, {"type": "input_text", "text": "there"}]
@@ -533,6 +546,26 @@ def test_langfuse_parameters_of_the_ai_sdk(tmp_path: Path) -> None:
         ({"input": [{"role": "user", "parts": [{"text": "Hi"}]}]}, "messages in an unread form"),
         ({"input": {"messages": [*ASK, {"role": "user", "text": "Hi"}]}}, "messages in an unread form"),
         ({"input": [{"role": "user"}]}, "messages in an unread form"),
+        # Strands Agents' events hold blocks of Bedrock's Converse API as text.
+        *(
+            ({"input": [*ASK, {"role": role, "content": json.dumps(blocks)}, *ASK]}, "messages in an unread form")
+            for role, blocks in {
+                "system": [{"text": "Be brief."}],
+                "user": [{"text": "Hi"}, {"cachePoint": {"type": "default"}}],
+                "assistant": [{"text": "Let me see."}, {"toolUse": {"toolUseId": "c", "name": "f", "input": {}}}],
+                "tool": [{"toolResult": {"toolUseId": "c", "status": "success", "content": [{"text": "22"}]}}],
+            }.items()
+        ),
+        ({"input": [{"role": "user", "content": '[{"text": "Hi", "language": "en"}]'}]}, None),
+        ({"input": [{"role": "user", "content": "[]"}]}, None),
+        *(
+            (
+                {"input": ASK, "metadata": {"attributes": {name: json.dumps([{"type": "function", "name": "f"}])}}},
+                "settings beside the request",
+            )
+            for name in ("gen_ai.tool.definitions", "tool_definitions")
+        ),
+        ({"input": ASK, "metadata": {"attributes": {"gen_ai.tool.definitions": "[]"}}}, None),
         ({"input": {"question": "Hi"}}, "messages in an unread form"),
         ({"input": ["Hi"]}, "messages in an unread form"),
         ({"input": [*ASK, {"type": "placeholder", "name": "history"}]}, "messages in an unread form"),
