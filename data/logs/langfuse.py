@@ -253,7 +253,7 @@ def _message(given: Any) -> dict[str, Any] | None:
 
 
 def _calls(message: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Any]:
-    """Tool calls of a message in the shape of chat completions, also logged as text, as attributes of OpenTelemetry are.
+    """Tool calls of a message in the shape of chat completions, which attributes of OpenTelemetry hold as text.
     LangChain has those apart whose arguments are no JSON, and sends them behind the others; without either, what the
     API gave it (`extra`)."""
     found = [*_listed(decoded(message.get("tool_calls"))), *_listed(message.get("invalid_tool_calls"))]

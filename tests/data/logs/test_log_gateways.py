@@ -469,9 +469,7 @@ def test_langfuse_texts_that_read_like_parts_are_texts(tmp_path: Path, role: str
 @pytest.mark.parametrize("encode", [lambda value: value, json.dumps, str])
 def test_langfuse_calls_however_they_are_encoded(tmp_path: Path, encode: Any) -> None:
     """Attributes of OpenTelemetry's events are texts, calls of the assistant's message too."""
-    calls = [
-        {"id": id, "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}} for id in ("c1", "c2")
-    ]
+    calls = [{"id": id, "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}} for id in ("c1", "c2")]
     results = [{"role": "tool", "content": "22", "tool_call_id": id} for id in ("c2", "c1")]
     given = [*ASK, {"role": "assistant", "content": "Let me see.", "tool_calls": encode(calls)}, *results]
     line = json.dumps({"type": "GENERATION", "input": given})
