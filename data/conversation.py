@@ -19,8 +19,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
 _ASKS_NOTHING = ("system", "developer", "assistant")
 NO_SYSTEM_PROMPT, NO_HISTORY = ", without a system prompt", ", of the Responses API"
-"""End the names of counters of requests whose log may lack their system prompt, or the messages that they continue: the
-number of tokens tells."""
+NO_TOOLS = ", without their tools"
+"""With the two before, ends of the names of counters of requests whose log may lack their system prompt, the messages
+that they continue, or their tools: the number of tokens tells."""
 OTHER_READINGS = "other readings"
 """Template argument that no template can name: what a conversation's prompt was made of instead, where its request can
 be read in several ways."""

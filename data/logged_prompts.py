@@ -27,6 +27,7 @@ from .chat_template import chat_template_for, ids_of_prompt, turn_ids, turn_prom
 from .conversation import (
     NO_HISTORY,
     NO_SYSTEM_PROMPT,
+    NO_TOOLS,
     OTHER_READINGS,
     Conversation,
     LoggedPrompt,
@@ -49,6 +50,7 @@ EITHER_WAY = "its request makes other prompts if it is read otherwise, and the l
 _LACKING = {
     NO_SYSTEM_PROMPT: "LiteLLM logs no system prompt that was sent as blocks",
     NO_HISTORY: "Langfuse's client does not log which response a request continues, or its stored prompt",
+    NO_TOOLS: "an observation of Langfuse with calls, or of Agents of OpenAI's SDK, may lack the tools that it had",
 }
 """What a log may lack, by the end of its counter's name."""
 _SAMPLED = 256  # prompts of a counter that tell whose tokens it counts
@@ -324,7 +326,7 @@ class PromptCheck:
         return own_code or shown or self._may_lack_a_part(logged.counts)
 
     def _may_lack_a_part(self, counts: Sequence[PromptCount]) -> bool:
-        """Whether all requests of a prompt may have had a system prompt, or earlier messages, that their log lacks."""
+        """Whether all requests of a prompt may have had a system prompt, messages or tools that their log lacks."""
         lacking = bool(counts) and all(one.counter.endswith(tuple(_LACKING)) for one in counts)
         return lacking and not self._ask_unproven
 

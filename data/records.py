@@ -16,6 +16,7 @@ from ..storage import utf8
 from .conversation import (
     NO_HISTORY,
     NO_SYSTEM_PROMPT,
+    NO_TOOLS,
     OTHER_READINGS,
     ROLES,
     Conversation,
@@ -32,6 +33,7 @@ from .logs.chat import (
     HISTORY_UNKNOWN,
     MOST_TOKENS,
     SYSTEM_UNKNOWN,
+    TOOLS_UNKNOWN,
     LeftOut,
     Timing,
     arguments_beside,
@@ -61,6 +63,7 @@ from .settings import LABEL, DatasetSource, FileSource, Shape, TargetSource
 from .sharegpt import SHAREGPT_ROLES, refuse_media, refuse_what_stands_beside, sharegpt_messages
 
 _ID_DIGITS = 24
+_LACKING = {HISTORY_UNKNOWN: NO_HISTORY, SYSTEM_UNKNOWN: NO_SYSTEM_PROMPT, TOOLS_UNKNOWN: NO_TOOLS}
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
 _OTHER_ROLES = frozenset((*SHAREGPT_ROLES, "ai", "bot"))
 """Names in small letters of the usual roles, where they are none of `ROLES` as it is written."""
@@ -589,8 +592,7 @@ def _group(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, wh
 def _counter(source: FileSource | DatasetSource | TargetSource, lookup: Lookup) -> str:
     model = lookup("model") or lookup("provided_model_name")  # the latter in Langfuse's exports
     streamed = ", streamed" if lookup("stream") is True else ""
-    lacking = NO_SYSTEM_PROMPT if lookup(SYSTEM_UNKNOWN) is True else ""
-    lacking = NO_HISTORY if lookup(HISTORY_UNKNOWN) is True else lacking
+    lacking = next((end for name, end in _LACKING.items() if lookup(name) is True), "")
     name = utf8(model) if isinstance(model, str) else ""
     return f"{source.kind}{f', model {name}' if name else ''}{streamed}{lacking}"
 

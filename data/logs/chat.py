@@ -52,8 +52,8 @@ Reason = Literal[
 """Reasons why a log line gives no conversation. Such lines are counted and are no error."""
 
 
-SYSTEM_UNKNOWN, HISTORY_UNKNOWN = "system_prompt_unknown", "history_unknown"
-"""Fields of a line whose request may have had a system prompt, or earlier messages, that are not logged."""
+SYSTEM_UNKNOWN, HISTORY_UNKNOWN, TOOLS_UNKNOWN = "system_prompt_unknown", "history_unknown", "tools_unknown"
+"""Fields of a line whose request may have had a system prompt, earlier messages, or tools that are not logged."""
 RESPONSES = ("response", "response_body", "responseBody")
 """Names under which proxies log a response."""
 

@@ -13,6 +13,7 @@ from ...errors import InputError
 from . import anthropic
 from .chat import (
     HISTORY_UNKNOWN,
+    TOOLS_UNKNOWN,
     Entry,
     Reason,
     Timing,
@@ -43,6 +44,8 @@ _EVENT = "event.name"
 _OF_TOOLS = {"parameters", "input_schema", "description"}
 _LANGCHAINS_OWN = ("thinking", "reasoning_content")
 _ASSISTANT = ("assistant", "ai", "model")
+_LOGS_NO_TOOLS = "openinference.instrumentation.openai_agents"
+"""Instrumentation whose spans of chat completions have no tools: those of OpenAI's SDK for agents have none."""
 _CONVERSE = frozenset(
     (
         *("text", "toolUse", "toolResult", "image", "document", "video", "reasoningContent", "cachePoint"),
@@ -91,8 +94,15 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     elif continues and reason is None and not timing.prompt_tokens:
         reason = "earlier messages that the log may lack"
 
+    # Nor are all tools: where a message has calls, or its logger knows of none, it may have had some.
+    answer = _answer(value.get("output"))
+    lacking = reason is None and not continues and _lacks_tools(request, given, answer, metadata)
+    if lacking and not timing.prompt_tokens:
+        reason = "tools without their definitions"
+
     # 3) Labels; a session, or else a trace, is a thread.
-    line = labels(metadata, value) | ({HISTORY_UNKNOWN: True} if continues else {})
+    unknown = HISTORY_UNKNOWN if continues else TOOLS_UNKNOWN if lacking else None
+    line = labels(metadata, value) | ({} if unknown is None else {unknown: True})
     thread = _either(value, "session_id") or _either(value, "trace_id")
     if thread:
         line.setdefault("group", thread)
@@ -109,7 +119,6 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     if reason is None and conflicting_request(request, read, value, given, parameters):
         reason = "another request beside it"
     if reason is None:
-        answer = _answer(value.get("output"))
         request, *others = as_sent([request, *others], answer)
         line |= {"request": request, "messages": with_answer(request["messages"], answer)}
     yield Entry(where, line, reason, timing, others=others)
@@ -145,6 +154,8 @@ def _is_of_responses_api(output: Any, parameters: Any) -> bool:
     """Whether an answer came from the Responses API, whose requests may continue a response that the server keeps: by
     its items and parts, or by what is set."""
     given = parameters if isinstance(parameters, dict) else {}
+    if isinstance(output, dict) and output.get("object") == "response":
+        return True
     if _OF_RESPONSES & given.keys() or str(given.get("system")).endswith(".responses"):
         return True
     items = [item for item in (output if isinstance(output, list) else [output]) if isinstance(item, dict)]
@@ -152,6 +163,18 @@ def _is_of_responses_api(output: Any, parameters: Any) -> bool:
     return any(_ITEMS.fullmatch(str(item.get("type"))) for item in items) or any(
         part.get("type") == "output_text" or "annotations" in part for part in parts
     )
+
+
+def _lacks_tools(request: Mapping[str, Any], given: Any, answer: Any, metadata: Any) -> bool:
+    """Whether a request that names no tools may have had some: its answer calls one, or its logger is not Langfuse's
+    own and logs bare messages (`given`), of which one has calls, or tools never."""
+    if request.get("tools"):
+        return False
+    scope = decoded(metadata.get("scope")) if isinstance(metadata, Mapping) else None
+    logger = str(scope.get("name") or "") if isinstance(scope, Mapping) else ""
+    bare = not (isinstance(given, dict) and "messages" in given)
+    said = [answer, *(request["messages"] if bare and logger and not logger.startswith("langfuse") else ())]
+    return logger == _LOGS_NO_TOOLS or any(isinstance(one, Mapping) and bool(one.get("tool_calls")) for one in said)
 
 
 def _replaced(value: Any) -> str | None:

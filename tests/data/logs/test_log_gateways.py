@@ -11,7 +11,7 @@ import pytest
 from log_reading import SAMPLES, read_log, write_lines
 
 from draftforge.data.chat_template import without_billing
-from draftforge.data.conversation import OTHER_READINGS, Message
+from draftforge.data.conversation import NO_TOOLS, OTHER_READINGS, Message
 from draftforge.errors import InputError
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -466,6 +466,42 @@ def test_langfuse_texts_that_read_like_parts_are_texts(tmp_path: Path, role: str
     assert [talk[1] for talk in read.talks] == [(role, said)] * len(lines)
 
 
+def _by(logger: str) -> dict[str, Any]:
+    return {"metadata": {"scope": {"name": logger, "version": "1"}}}
+
+
+_CALLS = [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+_WITH_CALLS = [*ASK, {"role": "assistant", "content": "", "tool_calls": _CALLS}, *ASK]
+_CALLING: dict[str, Any] = {"output": {"role": "assistant", "content": None, "tool_calls": _CALLS}}
+_AGENTS, _OTHERS = "openinference.instrumentation.openai_agents", "openinference.instrumentation.openai"
+
+
+@pytest.mark.parametrize(
+    "fields, lacking",
+    [
+        ({"input": ASK, **_CALLING}, True),
+        ({"input": {"messages": ASK}, **_CALLING}, True),
+        ({"input": {"messages": ASK, "tools": [FUNCTION]}, **_CALLING}, False),
+        ({"input": _WITH_CALLS, **_by(_OTHERS)}, True),
+        ({"input": _WITH_CALLS, **_by("langfuse-sdk")}, False),
+        ({"input": _WITH_CALLS}, False),
+        ({"input": {"messages": _WITH_CALLS}, **_by(_OTHERS)}, False),
+        ({"input": ASK, **_by(_OTHERS)}, False),
+        ({"input": ASK, **_by(_AGENTS)}, True),
+        ({"input": {"messages": ASK, "tools": [FUNCTION]}, **_by(_AGENTS)}, False),
+    ],
+)
+def test_langfuse_generations_whose_tools_may_not_be_logged_need_a_number_of_tokens(
+    tmp_path: Path, fields: dict[str, Any], lacking: bool
+) -> None:
+    """OpenInference's spans of chat completions of OpenAI's SDK for agents have calls, and no tools."""
+    line = {"type": "GENERATION", **fields}
+    counted = line | {"usage_details": {"input": 9}}
+    read = read_log(write_lines(tmp_path / "o.jsonl", *map(json.dumps, [line, counted])), "langfuse")
+    assert read.counts.left_out == ({"tools without their definitions": 1} if lacking else {})
+    assert str(read.records[-1].counter).endswith(NO_TOOLS) == lacking
+
+
 @pytest.mark.parametrize("encode", [lambda value: value, json.dumps, str])
 def test_langfuse_calls_however_they_are_encoded(tmp_path: Path, encode: Any) -> None:
     """Attributes of OpenTelemetry's events are texts, calls of the assistant's message too."""
@@ -584,6 +620,10 @@ def test_langfuse_parameters_of_the_ai_sdk(tmp_path: Path) -> None:
         ({"input": ASK, "metadata": {"body": {"messages": ASK, "model": "m"}, "messages": 3}}, None),
         ({"input": [{"type": "human", "content": ASK[0]["content"], "id": "1"}], "metadata": {"messages": ASK}}, None),
         ({"input": ASK, "output": {"messages": [SAID]}}, None),
+        (
+            {"input": ASK, "output": {"object": "response", "instructions": "Pirate", "output": [SAID]}},
+            "earlier messages that the log may lack",
+        ),
         ({"input": "<truncated due to size exceeding limit>"}, "text cut by the log"),
         (
             {"input": [*ASK, {"role": "tool", "content": "<truncated due to size exceeding limit>"}]},

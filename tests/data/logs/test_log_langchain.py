@@ -19,7 +19,9 @@ def test_calls(tmp_path: Path) -> None:
     for message in (said, kept):
         answer = json.loads(json.dumps(message).replace("c1", "c2"))
         result = {"role": "tool", "content": "noon", "tool_call_id": "c1"}
-        line = {"type": "GENERATION", "input": [*ASK, message, result], "output": answer}
+        tools = [{"name": "clock", "parameters": {"type": "object"}}]
+        given = {"messages": [*ASK, message, result], "tools": tools}
+        line = {"type": "GENERATION", "input": given, "output": answer}
         (record,) = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(line)), "langfuse").records
         assert [one.tool_calls for one in record.messages] == [None, [CALLED], None, [CALLED | {"id": "c2"}]]
 
