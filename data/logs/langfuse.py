@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...errors import InputError
+from ..read_limits import json_within
 from . import anthropic
 from .chat import (
     HISTORY_UNKNOWN,
@@ -72,6 +73,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
                 raise InputError(f"{where}: data[{index}]: is not a JSON object")
             yield from entries(item, f"{where}: data[{index}]", engine)
         return
+    value = _with_plain_cells(value)
     if str(value.get("type")).upper() != _GENERATION:
         yield Entry(where, left_out="no chat request")
         return
@@ -122,6 +124,20 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         request, *others = as_sent([request, *others], answer)
         line |= {"request": request, "messages": with_answer(request["messages"], answer)}
     yield Entry(where, line, reason, timing, others=others)
+
+
+def _with_plain_cells(value: dict[str, Any]) -> dict[str, Any]:
+    """A row of which every cell is JSON, texts in quotes too, as the pages' CSV long was written: as plain cells."""
+    if not str(value.get("type")).startswith('"'):
+        return value
+    return {name: _plain_cell(cell) for name, cell in value.items()}
+
+
+def _plain_cell(cell: Any) -> Any:
+    try:
+        return json_within(cell) if isinstance(cell, str) and cell.startswith('"') else cell
+    except ValueError:
+        return cell
 
 
 def _either(value: Mapping[str, Any], name: str) -> Any:
@@ -254,7 +270,7 @@ def _message(given: Any) -> dict[str, Any] | None:
     inner = next((given[name] for name in ("kwargs", "data") if isinstance(given.get(name), dict)), given)
     role = given.get("role", kind)
     role = _ROLES.get(role, role) if isinstance(role, str) else None
-    if role not in _ROLES.values() or _has_converse_blocks(inner):
+    if role not in _ROLES.values() or _has_converse_blocks(inner) or _has_fields_of_ai_sdk(inner):
         return None
 
     # LangChain's clients send little of `additional_kwargs`: a name, the role of a developer, calls.
@@ -301,6 +317,13 @@ def _has_converse_blocks(message: Mapping[str, Any]) -> bool:
     return bool(blocks) and all(
         isinstance(block, dict) and len(block) == 1 and block.keys() <= _CONVERSE for block in blocks
     )
+
+
+def _has_fields_of_ai_sdk(message: Mapping[str, Any]) -> bool:
+    """Whether a message, or a part of one, has fields that the AI SDK's provider for compatible servers adds to it."""
+    holders = [one for one in (message, *_listed(message.get("content"))) if isinstance(one, Mapping)]
+    options = [one["providerOptions"] for one in holders if isinstance(one.get("providerOptions"), Mapping)]
+    return any(one.get("openaiCompatible") for one in options)
 
 
 def _is_tool(message: Mapping[str, Any]) -> bool:

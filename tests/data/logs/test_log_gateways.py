@@ -1,5 +1,6 @@
 """LiteLLM's StandardLoggingPayload and Langfuse's observations, as their field references list them."""
 
+import csv
 import gzip
 import json
 from pathlib import Path
@@ -349,6 +350,24 @@ def test_langfuse_exports(tmp_path: Path, name: str) -> None:
     }
 
 
+def test_langfuse_tables_of_which_each_cell_is_json(tmp_path: Path) -> None:
+    """As exports of its pages were until their CSV had texts as they are."""
+    asked = 'Say "hi",\nplease: \u00e9 {}'
+    row: dict[str, Any] = {"id": "o1", "type": "GENERATION", "startTime": "2026-11-28T10:00:00.000Z", "model": "m"}
+    row |= {"endTime": "2026-11-28T10:00:02.000Z", "sessionId": "s1", "promptTokens": 38, "output": '"Hi"'}
+    row["input"] = {"messages": [{"role": "user", "content": asked}]}
+    texts = [row | {"input": json.dumps(row["input"])}, row | {"type": "SPAN", "input": "Hi"}]
+    for number, encode in enumerate((json.dumps, lambda cell: cell if isinstance(cell, str) else json.dumps(cell))):
+        with (tmp_path / f"{number}.csv").open("w", newline="") as file:
+            table = csv.DictWriter(file, row, quoting=csv.QUOTE_ALL, lineterminator="\n")
+            table.writeheader()
+            table.writerows({name: encode(cell) for name, cell in one.items()} for one in (row, *texts))
+        read = read_log(tmp_path / f"{number}.csv", "langfuse")
+        assert read.talks == [[("user", asked), ("assistant", '"Hi"')]] * 2
+        assert read.counts.left_out == {"no chat request": 1}
+        assert read.records[0].group == "s1" and read.times[0][1] == 2
+
+
 def test_langfuse_answers_of_its_api() -> None:
     read = read_log(SAMPLES / "langfuse_api.json", "langfuse")
     assert read.talks == [[*ASKED, ("assistant", "Noon.")]]
@@ -464,6 +483,9 @@ def test_langfuse_texts_that_read_like_parts_are_texts(tmp_path: Path, role: str
     lines = [json.dumps({"type": "GENERATION", "input": one}) for one in inputs]
     read = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse")
     assert [talk[1] for talk in read.talks] == [(role, said)] * len(lines)
+
+
+PART: dict[str, Any] = {"type": "text", "text": "Hi"}
 
 
 def _by(logger: str) -> dict[str, Any]:
@@ -592,6 +614,17 @@ def test_langfuse_parameters_of_the_ai_sdk(tmp_path: Path) -> None:
         ),
         ({"input": [{"role": "user", "content": '[{"text": "Hi", "language": "en"}]'}]}, None),
         ({"input": [{"role": "user", "content": "[]"}]}, None),
+        # The AI SDK's provider for compatible servers adds these fields to the message.
+        ({"input": [ASK[0] | {"providerOptions": {"openaiCompatible": {"name": "Bo"}}}]}, "messages in an unread form"),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": [{**BLOCKS[0], "providerOptions": {"openaiCompatible": {"a": 1}}}]}
+                ]
+            },
+            "messages in an unread form",
+        ),
+        ({"input": [ASK[0] | {"providerOptions": {"anthropic": {"cacheControl": {"type": "ephemeral"}}}}]}, None),
         *(
             (
                 {"input": ASK, "metadata": {"attributes": {name: json.dumps([{"type": "function", "name": "f"}])}}},
