@@ -357,7 +357,8 @@ def test_langfuse_tables_of_which_each_cell_is_json(tmp_path: Path) -> None:
     row |= {"endTime": "2026-11-28T10:00:02.000Z", "sessionId": "s1", "promptTokens": 38, "output": '"Hi"'}
     row["input"] = {"messages": [{"role": "user", "content": asked}]}
     texts = [row | {"input": json.dumps(row["input"])}, row | {"type": "SPAN", "input": "Hi"}]
-    for number, encode in enumerate((json.dumps, lambda cell: cell if isinstance(cell, str) else json.dumps(cell))):
+    encodings: list[Any] = [json.dumps, lambda cell: cell if isinstance(cell, str) else json.dumps(cell)]
+    for number, encode in enumerate(encodings):
         with (tmp_path / f"{number}.csv").open("w", newline="") as file:
             table = csv.DictWriter(file, row, quoting=csv.QUOTE_ALL, lineterminator="\n")
             table.writeheader()
@@ -617,11 +618,7 @@ def test_langfuse_parameters_of_the_ai_sdk(tmp_path: Path) -> None:
         # The AI SDK's provider for compatible servers adds these fields to the message.
         ({"input": [ASK[0] | {"providerOptions": {"openaiCompatible": {"name": "Bo"}}}]}, "messages in an unread form"),
         (
-            {
-                "input": [
-                    {"role": "user", "content": [{**BLOCKS[0], "providerOptions": {"openaiCompatible": {"a": 1}}}]}
-                ]
-            },
+            {"input": [{"role": "user", "content": [PART | {"providerOptions": {"openaiCompatible": {"a": 1}}}]}]},
             "messages in an unread form",
         ),
         ({"input": [ASK[0] | {"providerOptions": {"anthropic": {"cacheControl": {"type": "ephemeral"}}}}]}, None),
