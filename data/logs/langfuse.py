@@ -85,9 +85,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     answered = False if continues else is_of_messages_api(output)
     request, reason, others = _request(given, parameters, engine, answered)
     reason = _refusal(value, given, request) or reason
-    # LangChain's client of the Messages API joins messages, moves the system's and drops names: none of it is logged.
     metadata = decoded(value.get("metadata"))
-    if reason is None and isinstance(metadata, Mapping) and metadata.get("ls_provider") == "anthropic":
+    if reason is None and _joins_messages(metadata, told):
         reason = "messages in an unread form"
     timing = _timing(value)
     # What the Responses API keeps of earlier requests is in no log; the number of tokens shows it.
@@ -179,6 +178,16 @@ def _is_of_responses_api(output: Any, parameters: Any) -> bool:
     return any(_ITEMS.fullmatch(str(item.get("type"))) for item in items) or any(
         part.get("type") == "output_text" or "annotations" in part for part in parts
     )
+
+
+def _joins_messages(metadata: Any, parameters: Any) -> bool:
+    """Whether a request was sent by LangChain's client of the Messages API, or by the AI SDK's: they join messages of
+    one role and move the system's, and the first drops names. None of it is logged."""
+    attributes = decoded(metadata.get("attributes")) if isinstance(metadata, Mapping) else None
+    run = decoded(attributes.get("metadata")) if isinstance(attributes, Mapping) else None  # as OpenInference has it
+    if any(isinstance(one, Mapping) and one.get("ls_provider") == "anthropic" for one in (metadata, run)):
+        return True
+    return isinstance(parameters, Mapping) and str(parameters.get("system")).endswith("anthropic.messages")
 
 
 def _lacks_tools(request: Mapping[str, Any], given: Any, answer: Any, metadata: Any) -> bool:

@@ -108,13 +108,16 @@ def test_names_of_results_are_known_by_calls_in_langchains_form(tmp_path: Path) 
         assert record.messages[2].name == "clock" and None in names
 
 
-def test_langchains_client_of_the_messages_api_is_left_out(tmp_path: Path) -> None:
-    """It joins messages of one role, and drops names (langchain-anthropic 1.7): its log has them as they were."""
-    lines = [
-        json.dumps({"type": "GENERATION", "input": ASK, "output": "Hi.", "metadata": {"ls_provider": provider}})
-        for provider in ("openai", "anthropic")
-    ]
-    lines.append(json.dumps({**json.loads(lines[1]), "metadata": json.dumps({"ls_provider": "anthropic"})}))
-    found = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse")
-    assert len(found.records) == 1
-    assert dict(found.counts.left_out) == {"messages in an unread form": 2}
+def test_what_clients_of_the_messages_api_sent_is_left_out(tmp_path: Path) -> None:
+    """They join messages of one role (langchain-anthropic 1.7, @ai-sdk/anthropic 3): the log has them as they were."""
+    lines = []
+    for provider in ("openai", "anthropic"):
+        run = {"ls_provider": provider}
+        for metadata in (run, json.dumps(run), {"attributes": {"metadata": json.dumps(run)}}):
+            lines.append({"metadata": metadata})
+        for system in (f"{provider}.messages", f"vertex.{provider}.messages"):
+            lines.append({"model_parameters": json.dumps({"system": system, "maxRetries": "2"})})
+    texts = [json.dumps({"type": "GENERATION", "input": ASK, "output": "Hi.", **line}) for line in lines]
+    found = read_log(write_lines(tmp_path / "o.jsonl", *texts), "langfuse")
+    assert len(found.records) == 5
+    assert dict(found.counts.left_out) == {"messages in an unread form": 5}
