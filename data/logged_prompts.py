@@ -50,7 +50,7 @@ EITHER_WAY = "its request makes other prompts if it is read otherwise, and the l
 _LACKING = {
     NO_SYSTEM_PROMPT: "LiteLLM logs no system prompt that was sent as blocks",
     NO_HISTORY: "Langfuse's client does not log which response a request continues, or its stored prompt",
-    NO_TOOLS: "an observation of Langfuse with calls, or of Agents of OpenAI's SDK, may lack the tools that it had",
+    NO_TOOLS: "not every logger that writes to Langfuse logs the tools beside messages with calls",
 }
 """What a log may lack, by the end of its counter's name."""
 _SAMPLED = 256  # prompts of a counter that tell whose tokens it counts

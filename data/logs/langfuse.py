@@ -191,14 +191,14 @@ def _joins_messages(metadata: Any, parameters: Any) -> bool:
 
 
 def _lacks_tools(request: Mapping[str, Any], given: Any, answer: Any, metadata: Any) -> bool:
-    """Whether a request that names no tools may have had some: its answer calls one, or its logger is not Langfuse's
-    own and logs bare messages (`given`), of which one has calls, or tools never."""
+    """Whether a request that names no tools may have had some: its answer calls one, bare messages (`given`), beside
+    which tools have no place, have calls, or its logger, as the metadata name it, knows of no tools."""
     if request.get("tools"):
         return False
     scope = decoded(metadata.get("scope")) if isinstance(metadata, Mapping) else None
-    logger = str(scope.get("name") or "") if isinstance(scope, Mapping) else ""
+    logger = scope.get("name") if isinstance(scope, Mapping) else None
     bare = not (isinstance(given, dict) and "messages" in given)
-    said = [answer, *(request["messages"] if bare and logger and not logger.startswith("langfuse") else ())]
+    said = [answer, *(request["messages"] if bare else ())]
     return logger == _LOGS_NO_TOOLS or any(isinstance(one, Mapping) and bool(one.get("tool_calls")) for one in said)
 
 

@@ -506,8 +506,9 @@ _AGENTS, _OTHERS = "openinference.instrumentation.openai_agents", "openinference
         ({"input": {"messages": ASK}, **_CALLING}, True),
         ({"input": {"messages": ASK, "tools": [FUNCTION]}, **_CALLING}, False),
         ({"input": _WITH_CALLS, **_by(_OTHERS)}, True),
-        ({"input": _WITH_CALLS, **_by("langfuse-sdk")}, False),
-        ({"input": _WITH_CALLS}, False),
+        ({"input": _WITH_CALLS[1]}, True),
+        ({"input": _WITH_CALLS, "model_parameters": {"tools": [FUNCTION]}}, False),
+        ({"input": _WITH_CALLS}, True),
         ({"input": {"messages": _WITH_CALLS}, **_by(_OTHERS)}, False),
         ({"input": ASK, **_by(_OTHERS)}, False),
         ({"input": ASK, **_by(_AGENTS)}, True),
@@ -531,7 +532,7 @@ def test_langfuse_calls_however_they_are_encoded(tmp_path: Path, encode: Any) ->
     calls = [{"id": id, "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}} for id in ("c1", "c2")]
     results = [{"role": "tool", "content": "22", "tool_call_id": id} for id in ("c2", "c1")]
     given = [*ASK, {"role": "assistant", "content": "Let me see.", "tool_calls": encode(calls)}, *results]
-    line = json.dumps({"type": "GENERATION", "input": given})
+    line = json.dumps({"type": "GENERATION", "input": given, "usage_details": {"input": 9}})
     (record,) = read_log(write_lines(tmp_path / "o.jsonl", line), "langfuse").records
     assert [message.tool_calls for message in record.messages] == [None, calls, None, None]
 

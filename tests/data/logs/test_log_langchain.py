@@ -12,6 +12,9 @@ from draftforge.data.conversation import OTHER_READINGS, Message
 ASK = [{"role": "user", "content": "What time is it?"}]
 CALLED = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"zone": "CET"}'}}
 
+COUNTED = {"type": "GENERATION", "usage_details": {"input": 9}}
+"""A generation whose tokens are counted: where bare messages have calls, these tell whether there were tools."""
+
 
 def test_calls(tmp_path: Path) -> None:
     said = {"role": "assistant", "content": "", "tool_calls": [{"name": "clock", "args": {"zone": "CET"}, "id": "c1"}]}
@@ -63,7 +66,7 @@ def test_messages_as_its_clients_send_them(
 ) -> None:
     """As those for OpenAI's API (1.7.4) and DeepSeek's (1.1.1) do; `other`: what others may send."""
     plain = {"role": "assistant", "content": "Hm."}
-    line = json.dumps({"type": "GENERATION", "input": [*ASK, plain | said, *ASK]})
+    line = json.dumps({**COUNTED, "input": [*ASK, plain | said, *ASK]})
     (record,) = read_log(write_lines(tmp_path / "o.jsonl", line), "langfuse").records
     assert record.messages[1] == Message.model_validate(plain | sent)
     readings = [reading["messages"][1] for reading in (record.template_args or {}).get(OTHER_READINGS, [])]
@@ -84,7 +87,7 @@ def test_names_of_results_may_not_have_been_sent(tmp_path: Path, form: Any) -> N
     said = {"role": "assistant", "content": "", "tool_calls": [CALLED]}
     fields = {"content": "noon", "tool_call_id": "c1", "name": "clock"}
     results = [form(fields), {"role": "tool", **fields}, form({**fields, "name": None})]
-    lines = [json.dumps({"type": "GENERATION", "input": [*ASK, said, result]}) for result in results]
+    lines = [json.dumps({**COUNTED, "input": [*ASK, said, result]}) for result in results]
     in_doubt, sent, unnamed = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse").records
     assert [one.messages[2].name for one in (in_doubt, sent, unnamed)] == ["clock", "clock", None]
     (other,) = (in_doubt.template_args or {})[OTHER_READINGS]
@@ -101,7 +104,7 @@ def test_names_of_results_are_known_by_calls_in_langchains_form(tmp_path: Path) 
         [*ASK, {"role": "assistant", "content": "", name: [call]}, result]
         for name in ("tool_calls", "invalid_tool_calls")
     ]
-    lines = [json.dumps({"type": "GENERATION", "input": given}) for given in inputs]
+    lines = [json.dumps({**COUNTED, "input": given}) for given in inputs]
     for record in read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse").records:
         readings = (record.template_args or {})[OTHER_READINGS]
         names = [Message.model_validate(reading["messages"][2]).name for reading in readings]
