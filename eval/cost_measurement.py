@@ -1,7 +1,7 @@
-"""Cost measurement: times rounds of plain decoding and of every K or tree, interleaved round by round.
+"""Cost measurement: times rounds of plain decoding and of every K or tree by turns.
 
-A time counts as its ratio to the plain round beside it, so that other load on the machine affects both alike. Without a
-load, rounds are measured at batch 1, on real prompts one by one, for every K or tree. With one, over a grid that is a
+A time counts as its ratio to the plain round of its turn, so that other load on the machine affects both alike. Without
+a load, rounds are measured at batch 1, on real prompts one by one, for every K or tree. With one, over a grid that is a
 cross: every batch size at the load's context, and the least and largest at shorter and longer ones; of chains the
 least, the middle and the largest K; slots hold real prompts, cut or repeated to one length. Answers do not stop before
 `costs.rounds`: times do not depend on what is said.
@@ -224,7 +224,7 @@ def interleaved_rounds(
     sampling: SamplingSettings,
     rounds: int,
 ) -> Rounds:
-    """Interleaved timing: `rounds` rounds of every decoder on all prompts as one batch, one round each by turns."""
+    """Interleaved timing: `rounds` rounds of every decoder on all prompts as one batch, by turns."""
     # One run a decoder, all on the same prompts, with answers long enough that none ends before the last round.
     timers = {decoder.config: RoundTimer(target.device) for decoder in decoders}
     runs = []
@@ -234,10 +234,16 @@ def interleaved_rounds(
         levels, timer = max(decoder.config.levels, 1), timers[decoder.config]
         run = DecodeRun(target, decoder.proposer, requests, decoder.rule, levels, len(prompts), timer=timer)
         runs.append(decode_rounds(run))
-    # One round of each decoder in turn: a slow moment of the machine meets all of them.
-    for _ in range(rounds + 1):  # the first turn reads the prompts
+    # The first steps read the prompts.
+    for steps in runs:
+        next(steps)
+    # One round of each decoder in turn: a slow moment of the machine meets all of them. On a GPU all rounds of each:
+    # one is launched before the verdict of the one in front of it is read, as when it serves.
+    a_turn = rounds if target.device.type == "cuda" else 1
+    for _ in range(rounds // a_turn):
         for steps in runs:
-            next(steps)
+            for _ in range(a_turn):
+                next(steps)
     return {config: timer.rounds for config, timer in timers.items()}
 
 

@@ -35,7 +35,7 @@ from .memory_fit import takes_graphs
 from .models import States
 from .proposers.base import Ask, Draft, DraftsInSteps, ObservesTargetArgmax, Texts
 from .proposers.logits import likeliest, pick_states, process_rows
-from .requests import DecodeRun, Generation, Request, Round, until_stop
+from .requests import DecodeRun, Generation, Lap, Request, Round, until_stop
 from .sampling import Purpose
 from .sampling_settings import SamplingSettings
 from .slot_table import SlotTable, draw, read_prompts, rows_by_setting
@@ -110,6 +110,7 @@ class _Launched(NamedTuple):
     nodes: int
     judged: _Judged
     read: Callable[[], Tensor]
+    lap: Lap | None  # of the timer, if any
 
 
 class _Decoder:
@@ -134,9 +135,8 @@ class _Decoder:
         fixed = takes_graphs(target)
         self.shapes = Shapes(self.batch_size, longest, fixed)
         self.replays = Replays(fixed and target.device.type == "cuda")
-        # A timer takes one round at a time.
         on_device = proposer is None or not proposer.needs_host_sync
-        self.runs_ahead, self.ahead = fixed and on_device and self.timer is None, list[_Launched]()
+        self.runs_ahead, self.ahead = fixed and on_device, list[_Launched]()
         slots = self.batch_size + fixed  # one more takes what padding writes
         # Caches and tables of target and proposer have the same slots.
         self.cache = KVCache(slots, longest + self.nodes, target.device)
@@ -164,51 +164,46 @@ class _Decoder:
 
     def _launch(self) -> _Launched:
         """Start a round of all active slots on the device."""
-        if self.timer is not None:
-            self.timer.start()
+        lap = None if self.timer is None else self.timer.start()
         # 1) Draft a tree a slot, from q where the rule draws.
         rows = self.shapes.rows(len(self.slots))
         sampling = self._sampling(rows)
         draft = self._draft(rows, sampling)
-        self._mark()
+        _mark(lap)
         # 2) One target pass gives p after the last token and after every node.
         nodes = draft.tree.tokens_BN.shape[1]
         shape = (rows, nodes, draft.tree.depth, draft.chain)
         states, logits_BMV = self.replays.run(("target", *shape), self._target_pass, draft)
-        self._mark()
+        _mark(lap)
         # 3) The rule keeps a path and adds a token; the verdict starts on its way to the host.
         judged = self._by_setting(("judge", *shape), sampling, self._judge, draft, logits_BMV, states)
         read = read_back(judged.read_BX)
         # 4) The proposer learns what was emitted: on the device while the host waits for the verdict, or after that.
         if self.proposer is not None and not self.proposer.needs_host_sync:
-            self._mark()
+            _mark(lap)
             self.replays.run(("observe", *shape), self._observe, judged.new, judged.states, judged.best_BM)
-            self._mark()
+            _mark(lap)
         for slot in self.slots:
             slot.unread += 1
-        return _Launched(list(self.slots), nodes, judged, read)
+        return _Launched(list(self.slots), nodes, judged, read, lap)
 
     def _finish(self, launched: _Launched) -> None:
         """Wait for a round's verdict, and note it."""
         emitted = self._emit(launched.slots, launched.read())
         if self.proposer is None or self.proposer.needs_host_sync:
-            self._mark()
+            _mark(launched.lap)
             judged = launched.judged
             if self.proposer is not None:
                 self._observe(judged.new._replace(known=emitted), judged.states, judged.best_BM)
-            self._mark()
-        if self.timer is not None:
-            self.timer.end(launched.nodes, len(launched.slots))
+            _mark(launched.lap)
+        if self.timer is not None and launched.lap is not None:
+            self.timer.end(launched.lap, launched.nodes, len(launched.slots))
 
     def _observe(self, new: Texts, states: States, best_BM: Tensor | None) -> None:
         assert self.proposer is not None
         if self.listener is not None and best_BM is not None:
             self.listener.observe_target_argmax(best_BM)
         self.proposer.observe(new, states)
-
-    def _mark(self) -> None:
-        if self.timer is not None:
-            self.timer.mark()
 
     def _by_setting(
         self, name: tuple[object, ...], sampling: list[SamplingSettings], function: Callable[..., T], *args: object
@@ -422,6 +417,11 @@ class _Decoder:
         generation.begun = slot.started
         generation.seconds = time.perf_counter() - slot.started
         return slot.number, generation
+
+
+def _mark(lap: Lap | None) -> None:
+    if lap is not None:
+        lap.mark()
 
 
 def _seen_along(tree: TreeBatch, seen_BV: Tensor | None) -> Tensor | None:

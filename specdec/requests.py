@@ -62,41 +62,50 @@ class RoundSeconds(NamedTuple):
         return self.draft + self.verify + self.rest
 
 
-class RoundTimer:
-    """Timer of rounds. On a GPU the parts of a round are timed by events there, the whole by the host's clock."""
+class Lap:
+    """One round under a timer. On a GPU the parts of a round are timed by events there, without waiting."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._marks: list[float | torch.cuda.Event] = []
-        self._laps: list[tuple[list[float | torch.cuda.Event], float, int, int]] = []
-        self._began = 0.0
-
-    def start(self) -> None:
-        """Begin a round; call `mark` after each of its parts, `end` at its end."""
-        self._began = time.perf_counter()
-        self._marks = []
+    def __init__(self, on_gpu: bool) -> None:
+        self.began, self._on_gpu = time.perf_counter(), on_gpu
+        self.marks: list[float | torch.cuda.Event] = []
         self.mark()
 
     def mark(self) -> None:
         """Mark the end of a part: drafting, the target's pass, the verdict, what the proposer makes of it."""
         if not self._on_gpu:
-            self._marks.append(time.perf_counter())
+            self.marks.append(time.perf_counter())
             return
-        # Events are recorded without waiting; `rounds` reads them.
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
-        self._marks.append(event)
+        self.marks.append(event)
 
-    def end(self, drafted: int, batch: int) -> None:
-        """End the round, for the host."""
-        self._laps.append((self._marks, time.perf_counter() - self._began, drafted, batch))
+
+class RoundTimer:
+    """Timer of rounds: their parts by their laps, the whole of each by the host's clock.
+
+    A round that was launched before the one in front of it had ended takes from that end to its own.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._rounds: list[tuple[list[float | torch.cuda.Event], float, int, int]] = []
+        self._ended = 0.0
+
+    def start(self) -> Lap:
+        """Begin a round."""
+        return Lap(self._on_gpu)
+
+    def end(self, lap: Lap, drafted: int, batch: int) -> None:
+        """End the round of a lap, for the host; rounds end in the order in which they began."""
+        before, self._ended = max(lap.began, self._ended), time.perf_counter()
+        self._rounds.append((lap.marks, self._ended - before, drafted, batch))
 
     @property
     def rounds(self) -> list[RoundSeconds]:
-        """Seconds of every round so far. Waits for the device."""
+        """Seconds of every round that has ended. Waits for the device."""
         if self._on_gpu:
             torch.cuda.synchronize()
-        return [_seconds(*lap) for lap in self._laps]
+        return [_seconds(*one) for one in self._rounds]
 
 
 def _seconds(marks: "list[float | torch.cuda.Event]", total: float, drafted: int, batch: int) -> RoundSeconds:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from draftforge.specdec.proposers.factory import make_proposer
 from draftforge.specdec.proposers.prompt_lookup import PromptLookup
 from draftforge.specdec.proposers.tree_settings import StaticTree
 from draftforge.specdec.requests import DecodeRun, RoundSeconds
+from draftforge.specdec.sampling_settings import SamplingSettings
 
 LOAD = LoadSettings(batch_sizes={1: 0.5, 3: 0.5}, context_tokens=48, answer_tokens=32)
 SETTINGS = ScoreSettings(costs=CostSettings(prompts=2, rounds=6, warmup_rounds=1), load=LOAD)
@@ -92,6 +94,19 @@ def test_times_leave_out_warm_up_and_clipped_rounds(target: CausalModel, monkeyp
     assert (cost.draft_seconds, cost.verify_seconds, cost.rest_seconds) == pytest.approx((0.02, 0.1, 0.002))
     assert cost.rounds == 10
     assert cost.context_tokens == pytest.approx(3 + 3.5)
+
+
+def test_on_a_gpu_a_decoder_makes_all_its_rounds_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds run ahead there as they do when they serve; one at a time they would wait for the host."""
+    rounds = [RoundSeconds(0.0, 1.0, 0.0, 0, 1)] * 4
+    fake = FakeDecoder({0: rounds, 1: rounds, 2: rounds})
+    monkeypatch.setattr(cost_measurement, "decode_rounds", fake)
+    monkeypatch.setattr(cost_measurement, "RoundTimer", FakeTimer)
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"), max_positions=100, vocab_size=9)
+    decoders = cost_measurement._decoders(lookup(1, 2), ScoreSettings(), lambda spec: spec.configs)
+    found = cost_measurement.interleaved_rounds(on_gpu, decoders, [[1, 2]], SamplingSettings(), 4)
+    assert fake.turns == [0] * 4 + [1] * 4 + [2] * 4
+    assert all(len(timed) == 4 for timed in found.values())
 
 
 @pytest.mark.parametrize("busy_rounds", [3, 9, 13, 16])

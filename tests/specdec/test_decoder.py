@@ -18,7 +18,7 @@ from draftforge.specdec import decoder
 from draftforge.specdec.decoder import decode_rounds, generate
 from draftforge.specdec.models import CausalModel
 from draftforge.specdec.proposers.base import Ask, Draft, Proposer
-from draftforge.specdec.requests import DecodeRun, Generation, Request, RoundTimer, until_stop
+from draftforge.specdec.requests import DecodeRun, Generation, Lap, Request, RoundTimer, until_stop
 from draftforge.specdec.sampling import probabilities
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.tree import TreeBatch
@@ -222,6 +222,22 @@ def test_timer_collects_every_round() -> None:
     answers = {index: answer for done in steps for index, answer in done.items()}
     assert len(timer.rounds) == sum(len(answer.rounds) for answer in answers.values()) == len(steps) - 1
     assert all(r.draft > 0 and r.verify > 0 and r.total > r.draft + r.verify for r in timer.rounds)
+
+
+def test_a_round_that_was_launched_ahead_takes_from_the_end_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("draftforge.specdec.requests.time.perf_counter", lambda: now)
+    timer, laps = RoundTimer(torch.device("cpu")), dict[str, Lap]()
+    # Begun or ended at these times: the second and third begin inside the one before, the fourth after all of them.
+    for name, at in [("a", 1.0), ("b", 2.0), ("a", 5.0), ("c", 6.0), ("b", 8.0), ("c", 12.0), ("d", 20.0), ("d", 21.0)]:
+        now = at
+        if name not in laps:
+            laps[name] = timer.start()
+            for _ in range(4):
+                laps[name].mark()
+        else:
+            timer.end(laps[name], 0, 1)
+    assert [one.total for one in timer.rounds] == [4.0, 3.0, 4.0, 1.0]
 
 
 def test_two_decoders_may_take_turns() -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from draftforge.specdec import decoder, kv_cache, models, tree, verify_batch
 from draftforge.specdec.cuda_graphs import OpCounter, Replays
-from draftforge.specdec.decoder import Generation, generate
+from draftforge.specdec.decoder import Generation, decode_rounds, generate
 from draftforge.specdec.kernels.attention import attention
 from draftforge.specdec.proposers import dynamic_tree, logits, prompt_lookup, static_tree
-from draftforge.specdec.requests import Request
+from draftforge.specdec.requests import DecodeRun, Request, RoundTimer
 from draftforge.specdec.sampling_settings import SamplingSettings
 
 pytestmark = pytest.mark.slow
@@ -126,6 +126,19 @@ def test_a_round_that_ran_ahead_of_a_stop_says_nothing(name: str, fixed: None) -
     assert [one.finish for one in alone] == ["stop"] * 4
     assert all(one.tokens == two.tokens[: len(one.tokens)] for one, two in zip(alone, whole))
     assert same(answers(name, requests, "greedy", 2), alone)
+
+
+@pytest.mark.parametrize("name", ["plain", "small", "cascade"])
+def test_rounds_run_ahead_under_a_timer_too(name: str, fixed: None) -> None:
+    """One lap a round that was read, and none of the one that runs behind the last answer."""
+    model, timer = target(), RoundTimer(torch.device("cpu"))
+    proposer = None if name == "plain" else proposer_named(name, model)
+    run = DecodeRun(model, proposer, asked(GREEDY), draft_tokens=3, batch_size=4, timer=timer)
+    steps = list(decode_rounds(run))
+    assert len(timer.rounds) == len(steps) - 1  # the first step reads the prompts
+    assert all(one.verify > 0 and one.total > 0 for one in timer.rounds)
+    found = {index: answer for step in steps for index, answer in step}
+    assert same([found[index] for index in range(4)], answers(name, asked(GREEDY), "greedy", 4))
 
 
 @pytest.mark.slow  # Triton's interpreter
