@@ -327,7 +327,7 @@ _SHAPING: dict[str, Callable[[Any], bool]] = {
     "tools": _are_tools,
     "chat_template_kwargs": lambda value: isinstance(value, Mapping) and bool(value),
     "reasoning_effort": lambda value: isinstance(value, str | int | float) and value not in ("", False),
-    "enable_thinking": lambda value: isinstance(value, bool),
+    "enable_thinking": lambda value: isinstance(flag(value), bool),
     "chat_template": lambda value: isinstance(value, str) and "{" in value,
     "continue_final_message": lambda value: flag(value) is True,
     "add_generation_prompt": lambda value: flag(value) is False,

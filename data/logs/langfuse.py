@@ -278,7 +278,8 @@ def _message(given: Any) -> dict[str, Any] | None:
         kind = path[-1]
     inner = next((given[name] for name in ("kwargs", "data") if isinstance(given.get(name), dict)), given)
     role = given.get("role", kind)
-    role = _ROLES.get(role, role) if isinstance(role, str) else None
+    # Its handler for JavaScript writes `human` for the role of a ChatMessage, whatever that is.
+    role = _ROLES.get(role, role) if isinstance(role, str) and given.get("role") != "human" else None
     if role not in _ROLES.values() or _has_converse_blocks(inner) or _has_fields_of_ai_sdk(inner):
         return None
 

@@ -616,6 +616,13 @@ def test_langfuse_parameters_of_the_ai_sdk(tmp_path: Path) -> None:
         ),
         ({"input": [{"role": "user", "content": '[{"text": "Hi", "language": "en"}]'}]}, None),
         ({"input": [{"role": "user", "content": "[]"}]}, None),
+        # LangChain's handler for JavaScript says so of a ChatMessage of any role.
+        ({"input": [*ASK, {"role": "human", "content": "Hi"}]}, "messages in an unread form"),
+        # Flags of metadata, which are attributes of a span, are texts.
+        *(
+            ({"input": ASK, "metadata": {"enable_thinking": value}}, "settings beside the request")
+            for value in (False, "false", "True")
+        ),
         # The AI SDK's provider for compatible servers adds these fields to the message.
         ({"input": [ASK[0] | {"providerOptions": {"openaiCompatible": {"name": "Bo"}}}]}, "messages in an unread form"),
         (
