@@ -30,7 +30,7 @@ from ..masking import masked
 from ..progress import say
 from ..recipe import PromotionSettings, Recipe
 from ..registry import champion_alias
-from ..registry.artifacts import pickles, run_files
+from ..registry.artifacts import pickles, run_files, run_names, run_place
 from ..registry.champion_alias import ALREADY, UNMET, history, last_decision, promote, record_decision
 from ..registry.connect import Tracking, mlflow_errors
 from ..registry.gate import Decision, decide, decide_alone
@@ -323,8 +323,10 @@ def _write_record(
 def keep_counts(tracking: Tracking, version: Version, table: pa.Table) -> None:
     """Store a version's holdout counts beside it in MLflow, at the K or tree that it was judged at.
 
-    Monitoring and the judgement of staleness compare later acceptance with them.
+    Monitoring and the judgement of staleness compare later acceptance with them. Raises RegistryError where the run's
+    artifacts lie outside the store.
     """
+    run_place(tracking, version.run_id)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / KEPT_COUNTS
         counts.write(table, path)
@@ -335,9 +337,7 @@ def keep_counts(tracking: Tracking, version: Version, table: pa.Table) -> None:
 def kept_counts(tracking: Tracking, version: Version) -> pa.Table | None:
     """Holdout counts that `keep_counts` stored; None where nothing was."""
     name = f"{version.lineage.folder}/{KEPT_COUNTS}"
-    with mlflow_errors(tracking.uri):
-        known = tracking.client.list_artifacts(version.run_id, version.lineage.folder)
-    if name not in {artifact.path for artifact in known}:
+    if name not in run_names(tracking, version.run_id, version.lineage.folder):
         return None
     with run_files(tracking, version.run_id, [name]) as folder:
         return counts.read_kept(folder / name)
@@ -365,6 +365,7 @@ def follow_champion(space: Workspace) -> None:
     if tags.get(HOOK_TAG) == label + _DONE:
         return
     # 2) Run it, and keep its output beside the version, without secrets.
+    run_place(space.tracking, current.run_id)
     say(f"{current.reference}: running {settings.command[0]} after the {_NOUN[event]}")
     result = run_command(settings, command_environment(space, event, current, move))
     password = make_url(space.tracking.uri).password

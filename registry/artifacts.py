@@ -12,7 +12,7 @@ from http import HTTPStatus
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
-from mlflow.entities import ViewType
+from mlflow.entities import FileInfo, ViewType
 from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_TIMEOUT
 from mlflow.exceptions import MlflowException
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
@@ -35,7 +35,7 @@ PICKLE_SUFFIXES = (".bin", ".ckpt", ".dill", ".joblib", ".npy", ".npz", ".pickle
 MOST_RECORD_BYTES = 256 << 20
 """Largest record of a run (a decision, counts, hashed clusters) that is downloaded to be read."""
 MOST_FILES, _DEEPEST, _PART_BYTES = 10_000, 20, 1 << 20
-_MOST_ERROR_BYTES = 1 << 20
+_MOST_BYTES, _MOST_ERROR_BYTES = 1 << 60, 1 << 20
 _PICKLE_STARTS = (*(bytes((0x80, protocol)) for protocol in range(2, 6)), b"PK\x03\x04")  # raw; torch's zip
 
 
@@ -82,10 +82,18 @@ def _walk(repository: ArtifactRepository) -> dict[str, int]:
             if entry.is_dir:
                 folders.append(entry.path)
             else:
-                files[entry.path] = int(entry.file_size or 0)
+                files[entry.path] = _size(entry)
             if len(files) + len(folders) > MOST_FILES or entry.path.count("/") >= _DEEPEST:
                 raise RegistryError(f"{entry.path}: more than {MOST_FILES} files, or folders deeper than {_DEEPEST}")
     return files
+
+
+def _size(entry: FileInfo) -> int:
+    """Declared bytes of a file, 0 of a folder. Raises RegistryError for what is no size: a server may send anything."""
+    size = int(entry.file_size or 0)
+    if not 0 <= size <= _MOST_BYTES:
+        raise RegistryError(f"{entry.path}: size {str(size)[:40]}: must be 0 to {_MOST_BYTES} bytes")
+    return size
 
 
 def _repository(tracking: Tracking, uri: str) -> ArtifactRepository:
@@ -226,11 +234,30 @@ def _download_from_server(server: HttpArtifactRepository, name: str, size: int, 
             file.write(part)
 
 
+def run_place(tracking: Tracking, run_id: str) -> str:
+    """Address of a run's artifacts, which is looked at before anything is listed, read or written there.
+
+    Raises RegistryError where it lies outside the store: a stranger's run may name a folder of this machine, or a host
+    that would be sent the user's keys.
+    """
+    with mlflow_errors(tracking.uri):
+        place = str(tracking.client.get_run(run_id).info.artifact_uri)
+        _repository(tracking, place)
+    return place
+
+
+def run_names(tracking: Tracking, run_id: str, folder: str) -> list[str]:
+    """Names of what lies in a folder of a run's artifacts, sorted. Raises RegistryError as `run_place` does."""
+    place = run_place(tracking, run_id)
+    with mlflow_errors(tracking.uri):
+        return sorted(entry.path for entry in _repository(tracking, place).list_artifacts(folder))
+
+
 @contextmanager
 def run_files(tracking: Tracking, run_id: str, names: Iterable[str]) -> Iterator[Path]:
     """A temporary folder that holds the named artifacts of a run."""
+    root = run_place(tracking, run_id)
     with mlflow_errors(tracking.uri):
-        root = str(tracking.client.get_run(run_id).info.artifact_uri)
         sizes = _sizes(_repository(tracking, root), names)
     with tempfile.TemporaryDirectory() as folder:
         download(tracking, root, sizes, Path(folder))
@@ -242,7 +269,7 @@ def _sizes(repository: ArtifactRepository, names: Iterable[str]) -> dict[str, in
     names = list(names)
     sizes: dict[str, int] = {}
     for folder in {posixpath.dirname(name) for name in names}:
-        sizes |= {entry.path: int(entry.file_size or 0) for entry in repository.list_artifacts(folder or None)}
+        sizes |= {entry.path: _size(entry) for entry in repository.list_artifacts(folder or None)}
     for name in names:
         if name not in sizes:
             raise RegistryError(f"{name}: is not in the store")

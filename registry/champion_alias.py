@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from ..errors import RegistryError
 from ..storage import parse_json, utf8
-from .artifacts import run_files
+from .artifacts import run_files, run_names, run_place
 from .connect import Tracking, mlflow_errors
 from .gate import FORMAT, Decision, StoredDecision
 from .lineage import Version, get_version
@@ -39,6 +39,7 @@ UNMET = "does not meet today's gate"
 _DECISIONS = "decisions"
 """Artifact folder of a run that holds its gate decisions."""
 _MAX_TAG = 5000  # characters that every database of MLflow holds
+_MAX_EVENTS = _MAX_TAG // len('{"from": 1, "to": 2}')  # no more fit into a tag
 _TEXTS = ("at", "event", "why")  # of a move
 _MAX_REASON, _MAX_REASON_LISTED = 1000, 100  # characters of a reason: beside a version, and in the history
 
@@ -233,7 +234,7 @@ def _finish(tracking: Tracking, name: str, move: dict[str, Any]) -> None:
     if aliases(tracking, name).get(CANDIDATE) == to:
         set_alias(tracking, name, CANDIDATE, None)
     # 3) The history. Its oldest events are dropped where the tag would exceed MLflow's limit.
-    events = _events(_registered_model(tracking, name), move)
+    events = _events(_registered_model(tracking, name), move)[-_MAX_EVENTS:]
     while len(text := json.dumps(events, ensure_ascii=False)) > _MAX_TAG and len(events) > 1:
         del events[0]
     _set_tag(tracking, name, HISTORY_TAG, text)
@@ -344,7 +345,10 @@ def _rolled_back(tracking: Tracking, version: Version) -> tuple[int, str] | None
 
 
 def record_decision(tracking: Tracking, decision: Decision, version: Version) -> None:
-    """Store the full decision as an artifact of the version's run, and its main figures as tags of the version."""
+    """Store the full decision as an artifact of the version's run, and its main figures as tags of the version.
+
+    Raises RegistryError where the run's artifacts lie outside the store.
+    """
     now = datetime.now(UTC)
     path = f"{_DECISIONS}/{version.name}-v{version.number}-{now:%Y%m%dT%H%M%S.%f}.json"
     tags = {
@@ -359,6 +363,7 @@ def record_decision(tracking: Tracking, decision: Decision, version: Version) ->
         tags |= {TAU_TAG: f"{figures.tau:.4f}", SPEEDUP_TAG: f"{figures.speedup.value:.4f}"}
     # The artifact goes first: a tag never names a record that does not exist.
     record = StoredDecision(version=version.reference, at=now, **vars(decision)).dump()
+    run_place(tracking, version.run_id)
     with mlflow_errors(tracking.uri):
         tracking.client.log_text(version.run_id, record, path)
         for key, value in tags.items():
@@ -372,9 +377,7 @@ def decisions(tracking: Tracking, version: Version) -> list[StoredDecision]:
     """
     # A run holds decisions about all of its versions: take those of this one.
     start = f"{_DECISIONS}/{version.name}-v{version.number}-"
-    with mlflow_errors(tracking.uri):
-        names = sorted(artifact.path for artifact in tracking.client.list_artifacts(version.run_id, _DECISIONS))
-    own = [name for name in names if name.startswith(start)]
+    own = [name for name in run_names(tracking, version.run_id, _DECISIONS) if name.startswith(start)]
     with run_files(tracking, version.run_id, own) as folder:
         return [_parse_decision(name, (folder / name).read_bytes()) for name in own]
 

@@ -25,6 +25,7 @@ LINEAGE_TAG = "draftforge.lineage"
 CONTENT_TAG, DRAFT_TAG = "draftforge.content", "draftforge.draft"
 CLUSTERS_NAME = "train_clusters.txt"
 _HEX64 = r"^[0-9a-f]{64}$"
+_MOST_ANCESTORS = 10_000
 
 
 class Lineage(BaseModel):
@@ -136,13 +137,16 @@ def get_version(tracking: Tracking, reference: str) -> Version:
 def ancestors(tracking: Tracking, version: Version) -> Iterator[Version]:
     """Ancestors of a version by warm start, nearest first.
 
-    Raises RegistryError for a deleted ancestor, whose training data cannot be known, and for a circle.
+    Raises RegistryError for a deleted ancestor, whose training data cannot be known, for a circle, and for
+    a line of ancestors without end.
     """
     # Hand-edited tags could make a circle, in which the walk would never end.
     seen = {version.reference}
     while parent := version.lineage.parent:
         if parent in seen:
             raise RegistryError(f"{version.reference}: its ancestors form a circle at {parent}")
+        if len(seen) > _MOST_ANCESTORS:
+            raise RegistryError(f"{version.reference}: has more than {_MOST_ANCESTORS} ancestors before it")
         seen.add(parent)
         try:
             version = get_version(tracking, parent)

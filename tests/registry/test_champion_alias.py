@@ -2,17 +2,22 @@
 
 import json
 import shutil
+import sqlite3
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
 
 from draftforge import storage
 from draftforge.errors import LockedError, RegistryError
+from draftforge.eval.counts import to_table
+from draftforge.pipeline.promotion import keep_counts, kept_counts
 from draftforge.registry import champion_alias
 from draftforge.registry.champion_alias import (
     HISTORY_TAG,
@@ -32,6 +37,7 @@ from draftforge.registry.champion_alias import (
 from draftforge.registry.connect import Tracking
 from draftforge.registry.gate import Decision, Evidence, Figures, Interval, Numbers
 from draftforge.registry.lineage import DRAFT_TAG, Version, get_version
+from draftforge.registry.store_address import sqlite_file
 from draftforge.registry.versions import CANDIDATE, CHAMPION, PREVIOUS, aliases
 
 Register = Callable[..., Version]
@@ -343,6 +349,8 @@ class Store:
         model = tracking.client.get_registered_model(name)
         self.aliases, self.tags, self.writes_left = dict(model.aliases), dict(model.tags), -1
         self.versions = {str(one): tracking.client.get_model_version(name, str(one)) for one in range(1, last + 1)}
+        self.get_run, self.get_experiment = tracking.client.get_run, tracking.client.get_experiment
+        self.search_experiments = tracking.client.search_experiments
 
     def get_registered_model(self, name: str) -> Any:
         return SimpleNamespace(aliases=dict(self.aliases), tags=dict(self.tags))
@@ -484,3 +492,44 @@ def test_a_record_of_a_decision_may_hold_anything() -> None:
     for data in (b"[" * 100_000, b"\xff", b"9" * 5000, b"null", b"[]"):
         with pytest.raises(RegistryError):
             champion_alias._parse_decision("record", data)
+
+
+def test_a_history_that_is_far_too_long_is_cut_at_once(
+    tracking: Tracking, register: Register, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = register("one")
+    events = [{"from": 1, "to": 2}] * 2000
+    monkeypatch.setattr(champion_alias, "_events", lambda model, move: list(events))
+    printed: list[int] = []
+
+    def too_long(events: list[Any], **_: object) -> str:
+        printed.append(len(events))
+        return "x" * 6000
+
+    monkeypatch.setattr(champion_alias.json, "dumps", too_long)
+    monkeypatch.setattr(champion_alias, "_set_tag", lambda *_: None)
+    move = {"at": "", "event": "promote", "from": None, "to": 1, "why": "", "previous": None}
+    champion_alias._finish(tracking, one.name, move)
+    assert 100 < len(printed) < 300
+
+
+def test_a_run_outside_the_store_is_neither_listed_nor_written(
+    tracking: Tracking, register: Register, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a version that a stranger registered."""
+    one = register("one")
+    (place := tmp_path / "place").mkdir()
+    database = sqlite_file(tracking.uri)
+    assert database is not None
+    with closing(sqlite3.connect(database)) as store, store:
+        store.execute("update runs set artifact_uri = ? where run_uuid = ?", (place.as_uri(), one.run_id))
+    monkeypatch.setattr(LocalArtifactRepository, "list_artifacts", lambda *_: pytest.fail("was listed"))
+    for act in (
+        lambda: decisions(tracking, one),
+        lambda: champion_alias.record_decision(tracking, verdict(None), one),
+        lambda: kept_counts(tracking, one),
+        lambda: keep_counts(tracking, one, to_table([])),
+    ):
+        with pytest.raises(RegistryError, match="outside the store's own places"):
+            act()
+    assert list(place.iterdir()) == []

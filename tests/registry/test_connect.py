@@ -28,7 +28,7 @@ from sqlalchemy.exc import OperationalError
 from draftforge.errors import DiskFullError, InputError, RegistryError, TrackingError, one_line
 from draftforge.masking import masked
 from draftforge.registry import connect
-from draftforge.registry.artifacts import _walk
+from draftforge.registry.artifacts import _sizes, _walk
 from draftforge.registry.connect import (
     Tracking,
     all_pages,
@@ -384,6 +384,18 @@ def test_folders_without_end_are_refused(several: int) -> None:
 
     with pytest.raises(RegistryError, match="more than 10000 files, or folders deeper than 20"):
         _walk(Repository())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 61, 10**400, 1e308])
+def test_sizes_that_no_file_has_are_refused(size: Any) -> None:
+    class Repository:
+        def list_artifacts(self, folder: str | None) -> list[FileInfo]:
+            return [FileInfo("config.json", False, size)]
+
+    with pytest.raises(RegistryError, match=r"^config.json: size -?\d{1,40}: must be 0 to"):
+        _walk(Repository())  # type: ignore[arg-type]
+    with pytest.raises(RegistryError, match=r"^config.json: size"):
+        _sizes(Repository(), ["config.json"])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from draftforge.errors import CorruptDataError, RegistryError
+from draftforge.registry import lineage
 from draftforge.registry.connect import Tracking
 from draftforge.registry.lineage import (
     CLUSTERS_NAME,
@@ -70,6 +71,16 @@ def test_circle_of_ancestors_ends(tracking: Tracking, register: Register) -> Non
     tracking.client.set_model_version_tag(first.name, "1", LINEAGE_TAG, looped)
     with pytest.raises(RegistryError, match="circle"):
         list(ancestors(tracking, second))
+
+
+def test_a_line_of_ancestors_ends(tracking: Tracking, register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lineage, "_MOST_ANCESTORS", 2)
+    versions = [register("one")]
+    for word in ("two", "three", "four"):
+        versions.append(register(word, parent=versions[-1].reference))
+    assert len(list(ancestors(tracking, versions[2]))) == 2
+    with pytest.raises(RegistryError, match="more than 2 ancestors"):
+        list(ancestors(tracking, versions[3]))
 
 
 def test_clusters_are_hashed_and_checked(tracking: Tracking, register: Register) -> None:
