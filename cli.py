@@ -32,7 +32,7 @@ STAGES, REGISTRY, USE, LOOK = "Stages", "Registry", "Use a draft", "Look"
 @app.callback(invoke_without_command=True)
 def _options(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.", envvar="DRAFTFORGE_DEBUG")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks; so does DRAFTFORGE_DEBUG=1.")] = False,
 ) -> None:
     if version:
         print(f"draftforge {__version__}")

@@ -56,10 +56,8 @@ class FileDigests:
             return
         with suppress(OSError, ValueError):
             # Entries that are no digests are dropped one by one: the file may have been edited or cut off.
-            known = json.loads(store.read_text())
-            self._known = (
-                {key: value for key, value in known.items() if is_fingerprint(value)} if isinstance(known, dict) else {}
-            )
+            known = storage.read_object(store)
+            self._known = {key: value for key, value in known.items() if is_fingerprint(value)}
 
     def of_file(self, path: Path) -> str:
         """SHA-256 of a file, cached while size and modification time are unchanged. Raises MissingFileError."""

@@ -148,13 +148,21 @@ def read_text(path: Path, option: str) -> str:
         raise InputError(f"{where}: is not UTF-8 text ({error.reason} at byte {error.start})") from None
 
 
+MOST_JSON_BYTES = 256 << 20
+"""Largest file of JSON that is read: a config, a tokenizer, a record."""
+
+
 def read_json(path: Path) -> Any:
-    """Read JSON. Raises MissingFileError or CorruptDataError, both naming the file."""
+    """Read JSON of at most MOST_JSON_BYTES. Raises MissingFileError or CorruptDataError, both naming the file."""
     # A pipe or a device in a stranger's folder would never end.
     if path.exists() and not path.is_file():
         raise CorruptDataError(f"{path}: must be a regular file")
     try:
-        return parse_json(path.read_bytes())
+        with path.open("rb") as file:
+            data = file.read(MOST_JSON_BYTES + 1)
+        if len(data) > MOST_JSON_BYTES:
+            raise ValueError(f"more than {size_text(MOST_JSON_BYTES)}")
+        return parse_json(data)
     except FileNotFoundError:
         raise MissingFileError(f"{path}: no such file") from None
     except ValueError as error:

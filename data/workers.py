@@ -18,7 +18,7 @@ from dataclasses import is_dataclass
 from types import ModuleType, TracebackType
 from typing import Any, Concatenate, TypeVar
 
-from ..errors import LostRankError
+from ..errors import InputError, LostRankError
 from .prepared_records import Preparer
 from .settings import MixSettings
 
@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 MOST_PROCESSES = 16
 """More would wait for the one process that collects their results."""
+_CORES = "LOKY_MAX_CPU_COUNT"  # which limits the cores that joblib counts
 _BATCH_UNITS, _BATCH_BYTES = 64, 1 << 20
 _ALONE_BATCHES = 8  # what this process prepares before it starts others: half a second's work, as starting them is
 _QUEUED_BATCHES = 3  # of each process
@@ -103,10 +104,17 @@ class Workers:
 
 
 def available_cores() -> int:
-    """Cores that this process may use, by its affinity and its container's quota."""
+    """Cores that this process may use, by its affinity, its container's quota and LOKY_MAX_CPU_COUNT.
+
+    Raises InputError where that is no number.
+    """
     from joblib import cpu_count  # slow to import
 
-    found: int = cpu_count()
+    try:
+        found: int = cpu_count()
+    except ValueError:
+        given = os.environ.get(_CORES, "")
+        raise InputError(f"{_CORES} {given[:40]!r}: must be a whole number") from None
     return found
 
 

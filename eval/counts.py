@@ -124,9 +124,12 @@ def write(table: pa.Table, path: Path) -> None:
 
 def read(path: Path) -> pa.Table:
     """Read what `write` wrote. Raises MissingFileError, or CorruptDataError naming the file and the column."""
-    # Bytes first, so that a missing file and a damaged one are told apart.
+    # A missing file and a damaged one are told apart, and nothing is read of a pipe, which may never end.
+    if path.exists() and not path.is_file():
+        raise CorruptDataError(f"{path}: must be a regular file")
     try:
-        table = pq.read_table(BytesIO(path.read_bytes()))
+        with path.open("rb") as file:
+            table = pq.read_table(file)
     except FileNotFoundError:
         raise MissingFileError(f"{path}: no such file") from None
     except (pa.ArrowException, OSError) as error:

@@ -100,11 +100,13 @@ class Examination:
         if options.draft is None or options.target is None:
             raise InputError("--draft and --target: both must be given")
         self._place, self._options = Path(options.draft), options
+        if self._place.name in ("", ".."):  # such as the current folder, whose own name the corrected one goes by
+            self._place = self._place.resolve()
         if not self._place.exists():
             raise MissingFileError(f"--draft {self._place}: no such file or folder")
         # Before the search, which takes minutes.
         name = self._place.stem if self._place.is_file() else self._place.name
-        self._corrected = self._place.with_name(f"{name}-corrected")
+        self._corrected = self._place.parent / f"{name}-corrected"
         if os.path.lexists(self._corrected) and not (self._corrected / REPORT_FILE).is_file():
             raise OwnershipError(f"{self._corrected}: exists, and was not written by the doctor; move it away")
         self._served = None

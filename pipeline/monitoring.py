@@ -59,6 +59,8 @@ from .workspace import Workspace
 _SCRAPE_SECONDS = 10.0
 MOST_SCRAPE_BYTES = storage.MOST_TEXT_BYTES
 """Largest text of an engine's metrics that is read."""
+MOST_INTERVAL_SECONDS = 86_400.0 * 365
+"""Longest time between two looks at counters."""
 METRICS_PATH, CACHE_SECONDS = "/metrics", 5.0
 """Path of `--listen`, and how long its text is served again."""
 Labels = Mapping[str, str]
@@ -109,6 +111,8 @@ def _check(options: MetricsOptions) -> None:
         raise InputError(f"--since: {len(options.since)} given for {len(options.served)} --served; one each is needed")
     if options.since and options.interval_seconds:
         raise InputError("--interval: looks twice by itself; give it or --since")
+    if not 0 <= options.interval_seconds <= MOST_INTERVAL_SECONDS:
+        raise InputError(f"--interval {options.interval_seconds:g}: must be 0 to {MOST_INTERVAL_SECONDS:g} seconds")
     if (options.interval_seconds or options.fail_on_mismatch) and not options.served:
         raise InputError("--interval, --fail-on-mismatch: need --served")
     storage.require_file_place(options.out, "--out")

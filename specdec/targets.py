@@ -506,7 +506,13 @@ def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys")
             merged = PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
-        return merged.merge_and_unload()
+        # Not PEFT's safe merge: it rounds the adapter's part before it is added.
+        plain: PreTrainedModel = merged.merge_and_unload()
+        wide = ((name, weight) for name, weight in plain.named_parameters() if weight.element_size() > 1)
+        odd = next((name for name, weight in wide if not bool(weight.isfinite().all())), None)
+        if odd is not None:
+            raise InputError(f"{where}: merged into the model, {odd} is not finite; see its lora_alpha and weights")
+        return plain
     except DraftforgeError:
         raise
     except Exception as error:  # PEFT's checks raise all kinds

@@ -395,7 +395,7 @@ def test_debug_shows_where(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> Non
         raise KeyError("x")
 
     monkeypatch.setattr(cli, "_load", fail)
-    for args, debug in ((["--debug"], ""), ([], "1")):
+    for args, debug in ((["--debug"], ""), ([], "1"), ([], "abc")):
         monkeypatch.setenv("DRAFTFORGE_DEBUG", debug)
         with pytest.raises(KeyError):
             cli.main([*args, "distill", "r.yaml"])

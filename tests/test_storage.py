@@ -13,6 +13,8 @@ import pytest
 
 from draftforge import storage
 from draftforge.errors import CorruptDataError, DiskFullError, FormatError, InputError
+from draftforge.eval import counts
+from draftforge.fingerprint import FileDigests
 from draftforge.specdec.formats.tensors import read_tensors, read_types
 from draftforge.storage import (
     Access,
@@ -118,6 +120,9 @@ def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("/dev/zero")
     with pytest.raises(CorruptDataError, match=r"config\.json: must be a regular file"):
         read_json(tmp_path / "config.json")
+    with pytest.raises(CorruptDataError, match=r"config\.json: must be a regular file"):
+        counts.read(tmp_path / "config.json")
+    assert FileDigests(tmp_path / "config.json")._known == {}
     with pytest.raises(FormatError, match=r"model\.safetensors: must be a regular file"):
         read_tensors(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -134,6 +139,15 @@ def test_a_text_that_an_option_names_is_read_up_to_a_size(tmp_path: Path, monkey
         monkeypatch.setattr(storage, "MOST_TEXT_BYTES", 7)
         with pytest.raises(InputError, match=f"--x {path}: has more than 7 B"):
             storage.read_text(path, "--x")
+
+
+def test_json_is_read_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    monkeypatch.setattr(storage, "MOST_JSON_BYTES", 8)
+    assert read_json(tmp_path / "config.json") == {"a": 1}
+    monkeypatch.setattr(storage, "MOST_JSON_BYTES", 7)
+    with pytest.raises(CorruptDataError, match=r"config\.json: not valid JSON \(more than 7 B\)"):
+        read_json(tmp_path / "config.json")
 
 
 def test_no_file_takes_the_place_of_a_pipe_or_device(tmp_path: Path) -> None:

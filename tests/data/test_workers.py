@@ -150,3 +150,9 @@ def test_a_batch_has_so_many_bytes_of_lines_of_rows_and_of_joined_requests(monke
         *vllm.finish(),
     ):
         assert [len(batch) for batch in batched([unit] * 4)] == [2, 2]
+
+
+def test_a_limit_of_cores_that_is_no_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOKY_MAX_CPU_COUNT", "many")
+    with pytest.raises(InputError, match="LOKY_MAX_CPU_COUNT 'many': must be a whole number"):
+        workers.available_cores()

@@ -182,6 +182,8 @@ def test_what_cannot_be_examined_is_one_line(trained_drafts: Trained, answering:
         InputError, match=r"^--served http://gpu-7:8000/metrics: must be a file: save a scrape there \(cur"
     ):
         examined(draft, answering, tmp_path, served="http://gpu-7:8000/metrics")
+    for own in (Path("/"), Path()):
+        assert Examination(DraftDoctorOptions(draft=own, target="x"), answering)._corrected.name.endswith("-corrected")
     (tmp_path / "ids.jsonl").write_text('{"prompt_ids": [1, 999999]}\n')
     with pytest.raises(InputError, match=r"ids\.jsonl:1: prompt_ids and answer_ids must be ids"):
         examined(draft, answering, tmp_path / "ids.jsonl")

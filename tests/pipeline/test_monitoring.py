@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -309,6 +310,8 @@ def test_two_files_give_what_lies_between(
     [
         ({"served": ["a"], "since": ["b", "c"]}, "--since: 2 given for 1 --served"),
         ({"served": ["a"], "since": ["b"], "interval_seconds": 5.0}, "--interval: looks twice"),
+        ({"served": ["a"], "interval_seconds": math.inf}, "--interval inf: must be 0 to 3.1536e[+]07 seconds"),
+        ({"served": ["a"], "interval_seconds": math.nan}, "--interval nan: must be"),
         ({"fail_on_mismatch": True}, "need --served"),
         ({"out": Path("x"), "listen": "127.0.0.1:9"}, "--listen: serves until stopped"),
         ({"listen": "9109"}, "--listen 9109: must be HOST:PORT"),

@@ -192,6 +192,8 @@ def test_expressions_of_an_adapter_take_no_time(tmp_path: Path) -> None:
         ("layer_replication", [[0, 9]]),
         ("trainable_token_indices", [10**9]),
         ("lora_alpha", float("inf")),
+        ("lora_alpha", 1e300),
+        ("alpha_pattern", {"q_proj": -1e300}),
         ("layer_replication", [[1, 1]] * 2_000),
         ("peft_type", "SHADOW"),  # which loads another model, from wherever its config says
         ("megatron_config", {"hidden_size": 1}),  # which PEFT makes by a module that the config names
