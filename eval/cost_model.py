@@ -243,7 +243,31 @@ class CostFit:
         if not config.levels:
             return plain
         idle = (1 - min(drafted_share, 1.0)) ** batch_size
-        return (1 - idle) * self.round(config, batch_size, context).seconds + idle * plain
+        full = self.round(config, batch_size, context).seconds * self._deviation(config, batch_size, context)
+        return (1 - idle) * full + idle * plain
+
+    def _deviation(self, config: DraftConfig, batch_size: int, context: float) -> float:
+        """Measured over fitted seconds of a drafted round: a step that the smooth fit levels out, such as a batch that
+        is padded, counts where it was measured. Linear between measured batch sizes, then between measured K; 1 at a
+        context that was not measured, and of an engine, whose closed loops hold what its rounds differ by."""
+        known = {} if self.table.closed_loops else self._deviations.get((way_of(config), context), {})
+        at_size = [float(np.interp(batch_size, list(some), list(some.values()))) for some in known.values()]
+        return float(np.interp(config.levels, list(known), at_size)) if known else 1.0
+
+    @cached_property
+    def _deviations(self) -> dict[tuple[str, float], dict[int, dict[int, float]]]:
+        """Measured over fitted seconds of drafted rounds, in units of plain ones, by way of drafting and context, then
+        by levels and batch size, both ascending."""
+        fit = self.rounds[PLAIN_WAY]
+        beside = [one for one in self.table.points if one.way == PLAIN_WAY]
+        plain = {one.place: fit.at(0, *one.place).seconds / one.seconds for one in beside}
+        found: dict[tuple[str, float], dict[int, dict[int, float]]] = {}
+        for one in sorted(self.table.points, key=lambda point: (point.levels, point.batch_size)):
+            if one.way != PLAIN_WAY and one.place in plain:
+                fitted = self.rounds[one.way].at(one.levels, *one.place).seconds
+                by_size = found.setdefault((one.way, one.context_tokens), {}).setdefault(one.levels, {})
+                by_size[one.batch_size] = plain[one.place] * one.seconds / fitted
+        return found
 
     def prompt(self, config: DraftConfig, batch_size: int, tokens: int) -> float:
         """Seconds by which each prompt of `tokens`, read by target and draft, delays every one of so many requests.

@@ -34,6 +34,17 @@ MADE_UP = {
     "falls late": loads.grid_table(
         lambda B, L, N, C: 1e-4 * L, verify=lambda B, L, N, C: 8e-3 + 4e-5 * max(B * N - 128, 0)
     ),
+    "padded": loads.grid_table(
+        lambda B, L, N, C: 2e-4 * L,
+        verify=lambda B, L, N, C: 4e-3 + 5e-5 * 2 ** math.ceil(math.log2(B * N)),
+        depths=(1, 2, 4),
+    ),
+    "tiles": loads.grid_table(
+        lambda B, L, N, C: 2e-4 * L, verify=lambda B, L, N, C: 4e-3 + 4e-3 * math.ceil(B * N / 64)
+    ),
+    "another kernel": loads.grid_table(
+        lambda B, L, N, C: 1e-4 * L, verify=lambda B, L, N, C: 5e-3 + 3e-3 * (B * N > 24) + 1e-5 * B * N
+    ),
 }
 TIMES = MADE_UP | {"recorded": CostTable.model_validate_json(RECORDED.read_text())}
 
