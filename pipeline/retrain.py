@@ -271,7 +271,8 @@ def dry_run(recipe: Recipe) -> Staleness:
 def scratch_workspace(recipe: Recipe) -> Iterator[Workspace]:
     """A temporary work folder that looks like the recipe's own, for a dry run.
 
-    Notes are copied; finished mixes, probes, and targets that came from the registry are linked.
+    Notes are copied; finished mixes, probes, and targets that came from the registry are linked. Raises
+    CorruptDataError for a note that is too large to be read.
     """
     real = recipe.workdir.resolve()
     with tempfile.TemporaryDirectory(prefix="draftforge-rehearsal-") as folder:
@@ -280,6 +281,9 @@ def scratch_workspace(recipe: Recipe) -> Iterator[Workspace]:
         # 1) Notes are copied, as they will be written; large finished stages are linked.
         for path in real.iterdir() if real.is_dir() else ():
             if path.is_file() and path.suffix == ".json":
+                if (size := path.stat().st_size) > storage.MOST_JSON_BYTES:
+                    most = storage.size_text(storage.MOST_JSON_BYTES)
+                    raise CorruptDataError(f"{path}: has {storage.size_text(size)}; notes of up to {most} are read")
                 shutil.copy2(path, root / path.name)
             elif path.name.startswith("mix-") or (path / CAPTURE_MANIFEST).is_file():
                 (root / path.name).symlink_to(path)

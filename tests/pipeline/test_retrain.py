@@ -1,5 +1,6 @@
 """A changed target: the old champion is measured, training starts from it, and each target keeps its own draft."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from draftforge import storage
 from draftforge.cli import main
-from draftforge.errors import LockedError
+from draftforge.errors import CorruptDataError, LockedError
 from draftforge.pipeline import retrain as retraining
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.retrain import retrain_champion
@@ -177,3 +178,17 @@ def run(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code in (0, None)
+
+
+def test_a_dry_run_copies_no_note_of_any_size(
+    write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(write_recipe())
+    recipe.workdir.mkdir()
+    (recipe.workdir / "owner.json").write_text(json.dumps({"recipe": recipe.name}))
+    with retraining.scratch_workspace(recipe) as space:
+        assert (space.root / "owner.json").is_file()
+    monkeypatch.setattr(storage, "MOST_JSON_BYTES", 7)
+    too_large = pytest.raises(CorruptDataError, match=r"owner\.json: has \d+ B; notes of up to 7 B are read")
+    with too_large, retraining.scratch_workspace(recipe):
+        pass
