@@ -2,7 +2,7 @@
 DSpark draft then tells each level's logits of the token right above.
 
 Shapes: B active slots, F nodes read at once, K drafted tokens, W tokens of a block, R round starts of recorded texts,
-N some of these, A features, H hidden size, E rank of the Markov head, V vocabulary.
+N some of these, A features, H hidden size, E rank of the Markov head, V vocabulary, U that of the draft.
 
 As in vLLM and llama.cpp a block has as many masks as the run drafts levels, also where an answer has fewer tokens
 left; as in llama.cpp it has no more than it was trained with. With `sample_from_anchor` it has one mask fewer.
@@ -25,7 +25,7 @@ from ..replay.packing import Pack
 from ..sampling import penalised
 from ..sampling_settings import SamplingSettings
 from .base import Texts, Trace
-from .logits import MOST_LOGITS, MOST_PAIRS, over_vocabulary, see, trace_levels
+from .logits import MOST_LOGITS, MOST_PAIRS, over_vocabulary, own_vocabulary, see, trace_levels
 
 
 class DFlashDrafter:
@@ -67,7 +67,7 @@ class DFlashDrafter:
         # One pass for all levels.
         embeds_BWH = self._blocks(self._last_S[:batch], self._masks)
         self._states_BKH = self._draft.drafting(self._draft.decode(embeds_BWH, step, causal))
-        self._logits_BKV = self._logits(self._states_BKH)
+        self._logits_BKU = self._logits(self._states_BKH)
         return self._level(0, self._last_S[:batch, None])[:, 0]
 
     def expand(self, tokens_BF: Tensor, parents_BF: Tensor, depth: int) -> Tensor:
@@ -76,12 +76,12 @@ class DFlashDrafter:
     def _level(self, level: int, above_BF: Tensor) -> Tensor:
         """Logits [B, F, V] of a level below each of the tokens above."""
         # Without a Markov head they do not depend on the node: every node of the level gets the same.
-        logits_B1V, markov = self._logits_BKV[:, level, None], self._draft.markov_head
+        logits_B1U, markov = self._logits_BKU[:, level, None], self._draft.markov_head
         if markov is None:
-            return logits_B1V.expand(-1, above_BF.shape[1], -1)
+            return self._whole(logits_B1U).expand(-1, above_BF.shape[1], -1)
 
         states_BFH = self._states_BKH[:, level, None].expand(-1, above_BF.shape[1], -1)
-        return self._told(logits_B1V, self._joined(states_BFH, above_BF))
+        return self._whole(self._told(logits_B1U, self._joined(states_BFH, above_BF)))
 
     def observe(self, new: Texts, states: States) -> None:
         # The context grows by the emitted tokens, read from the target's features, in place of the block's keys.
@@ -115,8 +115,10 @@ class DFlashDrafter:
         # Back to one row a round start.
         states_RKH = pack.unplaced(self._draft.drafting(torch.cat(parts)))
         above = (pack.next_tokens(k - 1)[0] for k in range(states_RKH.shape[1]))
-        levels = ((self._joined(states_RKH[:, k], above_R), self._head) for k, above_R in enumerate(above))
-        trace = trace_levels(pack, count, levels, self._draft.vocab_size, sampling)
+        ids_R = self._draft.draft_ids if self._draft.config.reduced else None
+        head, ids_R = own_vocabulary(self._head, ids_R)
+        levels = ((self._joined(states_RKH[:, k], above_R), head) for k, above_R in enumerate(above))
+        trace = trace_levels(pack, count, levels, self._draft.vocab_size, sampling, ids_R)
         return trace if self._least is None else trace._replace(offered_R=self._offered(states_RKH, pack, sampling))
 
     def _offered(self, states_RKH: Tensor, pack: Pack, sampling: SamplingSettings) -> Tensor:
@@ -133,7 +135,7 @@ class DFlashDrafter:
                 joined_NX = self._joined(states_RKH[rows, k], above_N)
                 offered_N += (offered_N == k) & self._sure(joined_NX)[..., 0]
                 # The chain's next token, as it is drafted.
-                above_N = penalised(self._head(joined_NX), sampling, seen_NV).argmax(-1)
+                above_N = penalised(self._whole(self._head(joined_NX)), sampling, seen_NV).argmax(-1)
                 seen_NV = see(seen_NV, above_N)
             found.append(offered_N)
         return torch.cat(found)
@@ -144,14 +146,14 @@ class DFlashDrafter:
         return state if markov is None else torch.cat([state, markov.embed(above)], -1)
 
     def _head(self, joined: Tensor) -> Tensor:
-        """Logits [..., V] from what `_joined` gives."""
+        """Logits [..., U] of the draft's vocabulary from what `_joined` gives."""
         logits = self._logits(joined[..., : self._draft.config.hidden_size])
         return logits if self._draft.markov_head is None else self._told(logits, joined)
 
     def _told(self, logits: Tensor, joined: Tensor) -> Tensor:
-        """Logits [..., V] with the Markov head's bias, from what `_joined` gives; -inf where confidence is too low."""
+        """Logits [..., U] with the Markov head's bias, from what `_joined` gives; -inf where confidence is too low."""
         assert self._draft.markov_head is not None
-        logits = logits + self._whole(self._draft.markov_head.bias(joined[..., self._draft.config.hidden_size :]))
+        logits = logits + self._draft.markov_head.bias(joined[..., self._draft.config.hidden_size :])
         return logits if self._least is None else logits.masked_fill(~self._sure(joined), -torch.inf)
 
     def _sure(self, joined: Tensor) -> Tensor:
@@ -175,9 +177,10 @@ class DFlashDrafter:
         return states.aux_BTA.to(self._draft.fc.weight.dtype)
 
     def _logits(self, state: Tensor) -> Tensor:
-        """Normed states [..., H] -> logits over the target's vocabulary, -inf outside the draft's."""
+        """Normed states [..., H] -> logits [..., U] of the draft's vocabulary."""
         head = self._draft.lm_head
-        return self._target.logits(state) if head is None else self._whole(head(state))
+        logits: Tensor = self._target.logits(state) if head is None else head(state)
+        return logits
 
     def _whole(self, logits: Tensor) -> Tensor:
         """Logits of the draft's vocabulary over the target's: -inf outside it."""

@@ -19,7 +19,7 @@ from ..replay.packing import Pack
 from ..sampling_settings import SamplingSettings
 from .base import Texts, Trace
 from .dynamic_tree import Branches
-from .logits import MOST_PAIRS, gather_rows, last_of, over_vocabulary, trace_levels
+from .logits import MOST_PAIRS, Head, gather_rows, last_of, over_vocabulary, own_vocabulary, trace_levels
 from .tree_shape import ROOT
 
 D = TypeVar("D", bound=EagleDraft | Eagle3Draft)
@@ -54,6 +54,10 @@ class FeatureDrafter(ABC, Generic[D]):
     @abstractmethod
     def _logits(self, state: Tensor) -> Tensor:
         """The head's states [..., H] -> logits over the target's vocabulary."""
+
+    def _ranked(self) -> tuple[Head, Tensor | None]:
+        """The head that traces read, and the target ids of its logits; None: all of them."""
+        return self._logits, None
 
     def reserve(self, slots: int, tokens: int, nodes: int, levels: int) -> None:
         draft = self._draft
@@ -107,8 +111,9 @@ class FeatureDrafter(ABC, Generic[D]):
         ]
 
         # One tensor of states a level, with a row for each round start.
-        levels = ((pack.unplaced(torch.cat(level)), self._logits) for level in zip(*parts))
-        return trace_levels(pack, count, levels, self._draft.vocab_size, sampling)
+        head, ids_R = self._ranked()
+        levels = ((pack.unplaced(torch.cat(level)), head) for level in zip(*parts))
+        return trace_levels(pack, count, levels, self._draft.vocab_size, sampling, ids_R)
 
     def _unrolled(self, embeds_BTH: Tensor, read_BTA: Tensor, starts: QueryMask, count: int) -> list[Tensor]:
         """States [B, M, H] of `count` steps at the pairs before round starts."""
@@ -161,3 +166,7 @@ class Eagle3Drafter(FeatureDrafter[Eagle3Draft]):
         """Logits [..., V] of states [..., H]: -inf outside the draft's vocabulary, nothing renormalised."""
         logits = self._draft.logits(state)
         return over_vocabulary(logits, self._draft.draft_ids, self._draft.vocab_size) if self._reduced else logits
+
+    def _ranked(self) -> tuple[Head, Tensor | None]:
+        ids_R = self._draft.draft_ids if self._reduced else None
+        return own_vocabulary(self._draft.logits, ids_R)

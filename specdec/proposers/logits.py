@@ -26,6 +26,8 @@ MOST_CANDIDATES = 1024
 """Most candidates of a tree that a kernel ranks, each against all others; for more of them a sort is faster."""
 MOST_LOGITS = 1 << 25
 """Most logits (rows x vocabulary) that a trace holds at once."""
+NOT_SAID = -1
+"""Place of a token that a draft's vocabulary does not hold."""
 Head = Callable[[Tensor], Tensor]
 """States [N, H] -> logits [N, V]."""
 
@@ -155,13 +157,27 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best.values, torch.where(above, tokens, lowest.gather(-1, nth))
 
 
+def own_vocabulary(head: Head, ids_R: Tensor | None) -> tuple[Head, Tensor | None]:
+    """Head and ids that `trace_level` takes, of a head whose logits are those of some target ids (None: of all)."""
+    if ids_R is None:
+        return head, None
+    # In the order of the target's ids, so that ties fall as they do over its vocabulary.
+    ascending_R, order_R = ids_R.sort()
+    return lambda state: head(state).index_select(-1, order_R), ascending_R
+
+
 def trace_levels(
-    pack: Pack, count: int, levels: Iterable[tuple[Tensor, Head]], vocab_size: int, sampling: SamplingSettings
+    pack: Pack,
+    count: int,
+    levels: Iterable[tuple[Tensor, Head]],
+    vocab_size: int,
+    sampling: SamplingSettings,
+    ids_R: Tensor | None = None,
 ) -> Trace:
     """Trace from the draft's states, level by level. The j-th of `levels`: states [R, H] of level j at all round
     starts, and the head that reads them. There may be fewer levels than `count`: the rest is UNRANKED."""
     # A column a level.
-    columns = [trace_level(pack, j, *level, vocab_size, sampling) for j, level in enumerate(levels)]
+    columns = [trace_level(pack, j, *level, vocab_size, sampling, ids_R) for j, level in enumerate(levels)]
     rank_RK, q_RK = (torch.stack(column, 1) for column in zip(*columns))
 
     # Levels that the draft does not have offer nothing.
@@ -173,18 +189,32 @@ def trace_levels(
 
 
 def trace_level(
-    pack: Pack, ahead: int, state_RH: Tensor, head: Head, vocab_size: int, sampling: SamplingSettings
+    pack: Pack,
+    ahead: int,
+    state_RH: Tensor,
+    head: Head,
+    vocab_size: int,
+    sampling: SamplingSettings,
+    ids_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rank and probability [R] of the token that follows the known ones and `ahead` more, which are the draft's.
 
-    `head`: states to logits [N, V], which are made of a few round starts at a time.
+    `head`: states to logits [N, V], which are made of a few round starts at a time; with `ids_R` to logits of these
+    target ids alone, in ascending order: nothing else can be said.
     """
     # The text's own token at this level; not `inside` where the answer has ended.
     answer_R, inside_R = pack.next_tokens(ahead)
-    first_BV = None if sampling.repetition_penalty == 1.0 else pack.first_places(vocab_size)
+    first_BV, width = None if sampling.repetition_penalty == 1.0 else pack.first_places(vocab_size), vocab_size
+
+    # In a vocabulary of the draft's own a token has another place, or none.
+    if ids_R is not None:
+        first_BV, width = None if first_BV is None else first_BV[:, ids_R], len(ids_R)
+        places_V = torch.full((vocab_size,), NOT_SAID, device=ids_R.device)
+        places_V[ids_R] = torch.arange(width, device=ids_R.device)
+        answer_R = places_V[answer_R]
 
     # Logits of a few round starts at a time: rows x vocabulary may be large.
-    step = max(1, MOST_LOGITS // vocab_size)
+    step = max(1, MOST_LOGITS // width)
     found: list[tuple[Tensor, Tensor]] = []
     for start in range(0, max(pack.rounds, 1), step):
         rows = slice(start, start + step)
@@ -199,15 +229,16 @@ def trace_level(
 def trace_from_logits(
     logits_NV: Tensor, answer_N: Tensor, sampling: SamplingSettings, seen_NV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Rank [N] of the answer's token among the draft's, in the order of `likeliest`, and its probability [N] after the
-    sampling processors (greedy: 1 at rank 0, else 0)."""
+    """Rank [N] of the answer's token (NOT_SAID: none) among the draft's, in the order of `likeliest`, and its
+    probability [N] after the sampling processors (greedy: 1 at rank 0, else 0)."""
     # Rank: tokens with a higher score, or with an equal one and a lower id.
-    answer_N1 = answer_N[:, None]
+    said_N, answer_N1 = answer_N != NOT_SAID, answer_N.clamp(min=0)[:, None]
     scores_NV = penalised(logits_NV, sampling, seen_NV)
     answer_score_N1 = scores_NV.gather(-1, answer_N1)
     lower_NV = torch.arange(logits_NV.shape[-1], device=logits_NV.device) < answer_N1
     before_NV = (scores_NV > answer_score_N1) | ((scores_NV == answer_score_N1) & lower_NV)
-    rank_N = torch.where(answer_score_N1[:, 0].isfinite(), before_NV.sum(-1, dtype=torch.int32), UNRANKED)
+    ranked_N = said_N & answer_score_N1[:, 0].isfinite()
+    rank_N = torch.where(ranked_N, before_NV.sum(-1, dtype=torch.int32), UNRANKED)
 
     # Probability under the draft's processed distribution; greedy drafts put all mass on rank 0.
     if sampling.greedy:

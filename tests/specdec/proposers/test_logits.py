@@ -7,7 +7,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftforge.specdec.proposers.base import UNRANKED
-from draftforge.specdec.proposers.logits import likeliest, trace_from_logits, trace_level
+from draftforge.specdec.proposers.logits import (
+    likeliest,
+    over_vocabulary,
+    own_vocabulary,
+    trace_from_logits,
+    trace_level,
+)
 from draftforge.specdec.replay.packing import Pack, Text
 from draftforge.specdec.sampling import penalised
 from draftforge.specdec.sampling_settings import SamplingSettings
@@ -59,3 +65,17 @@ def test_ranks_are_places_among_the_penalised_logits(setting: SamplingSettings) 
         assert int(rank_T[row]) == (UNRANKED if token == 5 else place)
         assert float(q_T[row]) == 0.0 if token == 5 else 0.0 <= float(q_T[row]) <= 1.0
     assert 5 in ids[2:] and int((rank_T == 0).sum()) > 0
+
+
+@pytest.mark.parametrize("setting", [GREEDY, SamplingSettings(temperature=1.0, top_k=4, repetition_penalty=1.7)])
+@pytest.mark.parametrize("ids", [[0, 2, 3, 7, 8, 11], [7, 2, 11, 0, 8, 3]], ids=["ascending", "in another order"])
+def test_a_vocabulary_of_the_drafts_own_ranks_as_the_targets_does(ids: list[int], setting: SamplingSettings) -> None:
+    """Equal to logits over the target's vocabulary that are -inf for what the draft cannot say, ties included."""
+    draw, ids_R = torch.Generator().manual_seed(2), torch.tensor(ids)
+    own_TR = torch.randn(60, 6, generator=draw).mul(2).round()
+    pack = Pack([Text(torch.randint(0, 12, (62,), generator=draw).tolist(), 2)], own_TR.device)
+    whole = trace_level(pack, 1, over_vocabulary(own_TR, ids_R, 12), lambda row: row, 12, setting)
+    head, named_R = own_vocabulary(lambda row: row, ids_R)
+    rank_T, q_T = trace_level(pack, 1, own_TR, head, 12, setting, named_R)
+    assert torch.equal(rank_T, whole[0])
+    assert torch.allclose(q_T, whole[1], rtol=1e-6) and int((rank_T == UNRANKED).sum()) > int((rank_T == 0).sum()) > 0
