@@ -25,9 +25,9 @@ compares times alone, for targets and drafts of any size whose weights say nothi
 `--counts` compares counts alone, such as those of many checkpoints: the servers that start together answer at the same
 time, none is plain, and nothing is timed.
 
-OUT/results.json and OUT/table.txt are written as results come; OUT/logs has the log of each server, OUT/answers what
-it answered, OUT/costs the times of both. A later run goes on: what is measured is not measured again, what failed is
-tried again.
+OUT/results.json and OUT/table.txt are written as results come, OUT/promised-and-served.svg at the end; OUT/logs has the
+log of each server, OUT/answers what it answered, OUT/costs the times of both. A later run goes on: what is measured is
+not measured again, what failed is tried again.
 Exit code 3: something failed; its row says why.
 """
 
@@ -46,7 +46,7 @@ import torch
 import typer
 from rich.console import Console
 
-from draftforge import fingerprint
+from draftforge import fingerprint, storage
 from draftforge.data.chat_template import render
 from draftforge.data.conversation import Message
 from draftforge.errors import DraftforgeError, EngineError, InputError
@@ -57,7 +57,7 @@ from draftforge.progress import bar, say
 from draftforge.recipe import load_recipe
 from draftforge.registry.lineage import git_commit
 from draftforge.scripts.served_judge import judge_all
-from draftforge.scripts.served_results import Bench, compare, measured_key, show
+from draftforge.scripts.served_results import Bench, compare, draw, measured_key, show
 from draftforge.scripts.vllm_servers import (
     PLAIN,
     Draft,
@@ -323,6 +323,8 @@ def main(
     show(bench.found, Console(width=200))
     with (bench.out / "table.txt").open("w") as stream:
         show(bench.found, Console(width=200, file=stream))
+    if (figure := draw(bench.found)) is not None:
+        storage.write_bytes(bench.out / "promised-and-served.svg", figure.encode())
     if bench.found["failed"]:
         raise typer.Exit(EngineError.exit_code)
 

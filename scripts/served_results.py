@@ -1,4 +1,4 @@
-"""Results of `bench_served.py`: kept as they come, served beside promised, checkpoints in order, and their table."""
+"""Results of `bench_served.py`: kept as they come, served beside promised, checkpoints in order, table and figure."""
 
 import json
 from collections import Counter
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from draftforge import storage
 from draftforge.errors import InputError
+from draftforge.eval.report import charts, svg
 from draftforge.progress import say
 from draftforge.scripts.vllm_servers import PLAIN, Setup
 
@@ -179,6 +180,38 @@ def show(found: Json, console: Console) -> None:
         console.print(f"note: {note}", markup=False)
     for of, why in found["failed"].items():
         console.print(f"{of} failed: {why}", markup=False)
+
+
+def draw(found: Json) -> str | None:
+    """SVG figure of speed-ups over requests at once: dots served, lines promised by the engine's times, a colour a
+    checkpoint and K. None where nothing was promised."""
+    rows = [row for row in found["rows"] if row.get("speedup_promised") is not None]
+    sizes = sorted({row["concurrency"] for row in rows})
+    if not rows:
+        return None
+    # 1) One frame, with plain decoding's speed.
+    sides = ("speedup_served", "speedup_promised")
+    y_axis = svg.numeric_axis([row[side] for row in rows for side in sides], "speed-up over plain decoding", "x", [1.0])
+    frame = svg.Frame(svg.category_axis([*map(str, sizes)], "requests at once"), y_axis, charts.HEIGHT, svg.WIDTH)
+    elements = [svg.line(frame.left, frame.y(1.0), frame.right, frame.y(1.0), "even")]
+    # 2) A line and its dots for each draft and K, named where speculation gains least: at the right, from the top.
+    lines = dict.fromkeys((row["draft"], row["step"], row["draft_tokens"]) for row in rows)
+    for place, (draft, step, K) in enumerate(lines):
+        mine = [row for row in rows if (row["draft"], row["step"], row["draft_tokens"]) == (draft, step, K)]
+        served, promised = (
+            [(frame.x(sizes.index(row["concurrency"]) + 1.0), frame.y(row[side])) for row in mine] for side in sides
+        )
+        name, y = f"{draft}{f' step {step}' if step else ''}, K = {K}", svg.TOP + 12 + 18 * place
+        marks = [svg.polyline(promised, "curve"), *(svg.circle(x, y, 4.5, "dot") for x, y in served)]
+        marks += [svg.line(frame.right - 150, y, frame.right - 126, y, "whisker")]
+        marks += [svg.circle(frame.right - 138, y, 4.5, "dot"), svg.text(frame.right - 118, y + 4, name)]
+        elements.append(svg.group(marks, name, charts.colour(place)))
+    # 3) Dots and lines, in words, and the colours of a page.
+    described = "Dots: served; lines: promised by the engine's own times."
+    elements.append(svg.text(frame.left + 10, frame.bottom - 10, described, "tick"))
+    drawn = str(svg.picture("promised-and-served", described, frame, elements))
+    style = Path(charts.__file__).with_name("chart.css").read_text(encoding="utf-8")
+    return drawn.replace("><title", f"><style>{style}</style><title", 1)
 
 
 def number(value: float | None, form: str = ".2f") -> str:

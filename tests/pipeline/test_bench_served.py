@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from engine_counts import CountedRounds, EngineRound, engine_rounds, matched_runs
@@ -172,6 +173,9 @@ def test_served_figures_stand_beside_ours_and_a_second_run_goes_on(stage: Stage)
     # Whole passes over three prompts, for four times as many requests as run at once.
     assert [found["served"][f"plain-c{size}"]["requests"] for size in (1, 2)] == [6, 9]
     assert "no medusa here" in (stage.folder / "out/table.txt").read_text()
+    # The figure has a dot for each speed-up that was promised, and one for each of the two lines in its legend.
+    figure = ElementTree.parse(stage.folder / "out/promised-and-served.svg").getroot()
+    assert len(figure.findall(".//{*}circle")) == len(gains) + 2 and len(figure.findall(".//{*}polyline")) == 2
     assert sorted(stage.starts[:3]) == ["eagle3 1", "eagle3 2", "plain 0"]  # side by side, in any order
     assert sorted(stage.starts[3:]) == ["eagle3 2", "medusa 1", "medusa 2"]
     assert [one["together"] for one in found["servers"].values()] == [3] * 6
