@@ -43,7 +43,8 @@ LEAST_GAIN, CLEAR_GAIN, FURTHER_GAIN, LIKELY = 0.01, 0.04, 0.08, 4
 by the others; of each fault but the first. Some changes do make a healthy draft a little better."""
 _TIE = 0.005  # of tau: changes that restore as much as the best
 _FAR = (1.5, 2.0)
-"""Least factor on accepted tokens a round, of a draft below its family's floor: to above the floor, and below it."""
+"""Least factor on accepted tokens a round, of a draft below its family's floor: to above the floor, and from half of it
+on."""
 _STATE_BYTES = 2 << 30
 _PASS_TOKENS = 2048
 _SCREENED, _SCREENED_TOKENS, _CONFIRMED = 12, 24, 4
@@ -302,7 +303,10 @@ class Search:
         if now.first.value >= self.floor or (self.wanted is not None and after.tau.value >= self.wanted):
             return True
         factor = (after.tau.value - 1) / max(now.tau.value - 1, 1e-9)
-        return factor >= (_FAR[0] if after.first.value >= self.floor else _FAR[1])
+        if after.first.value >= self.floor:
+            return factor >= _FAR[0]
+        # Of a draft that has nothing accepted, twice as much is nothing either.
+        return factor >= _FAR[1] and after.first.value >= self.floor / 2
 
     def serving(self, served: Estimate, reading: Reading, now: Acceptance) -> list[tuple[Screened, float]]:
         """Changes of the draft as it is that give a served tau, with their own tau on all answers."""

@@ -123,6 +123,8 @@ class Examination:
         self._evidence: list[str] = []
         self._suspects: list[tuple[str, str]] = []
         """Hypotheses that files speak for and no replay can show, and what was seen."""
+        self._hollow: list[tuple[str, str]] = []
+        """Those that no trained draft has, however much of it is accepted."""
         self._asked: list[Asked] = []
         self._plan = find_plan(self._place).plan.as_chain
         self._meta = self._lineage()
@@ -157,9 +159,10 @@ class Examination:
         if verdict in ("undertrained", "low"):
             causes += self._other_prompts(search, reading, after)
             verdict = "fault" if causes else verdict
-        if verdict in ("undertrained", "low") and self._suspects:
+        suspects = self._hollow if verdict in ("healthy", "fault") else self._suspects
+        if suspects:
             figures = {"tau_before": now.tau.value, "tau_after": None}
-            causes += [{"hypothesis": name, "what": what, **figures} for name, what in self._suspects]
+            causes += [{"hypothesis": name, "what": what, **figures} for name, what in suspects]
             verdict = "fault"
         diagnosis = Diagnosis(
             verdict=verdict,
@@ -245,7 +248,11 @@ class Examination:
             if not bool(torch.isfinite(tensor).all()):
                 self._suspects.append((_UNFILLED, f"tensor {name} has values that are not finite"))
             elif bool((tensor == tensor.flatten()[0]).all()):
-                self._suspects.append((_UNFILLED, f"tensor {name} holds {float(tensor.flatten()[0]):g} everywhere"))
+                suspect = (_UNFILLED, f"tensor {name} holds {float(tensor.flatten()[0]):g} everywhere")
+                self._suspects.append(suspect)
+                # Norms may have stayed at the ones that they began as; a matrix that was trained has not.
+                if min(tensor.shape) > 1 and tensor.dim() > 1:
+                    self._hollow.append(suspect)
 
     def _bench(self, patients: Sequence[Patient]) -> ReplayBench:
         """Answers of the target, with its states along them."""
@@ -297,13 +304,18 @@ class Examination:
         self, bench: ReplayBench, reading: Reading, now: Acceptance, wanted: float | None, restored: bool
     ) -> Verdict:
         """Verdict from what is left after all that restores."""
-        if restored:
-            if wanted is not None and now.tau.high < wanted:
-                self._evidence.append("not all is restored: tau stays below the draft's record")
-            return "fault"
         family = reading.draft.family
         floor = FLOORS.get(family, _FLOOR)
         low = now.first.high < floor if now.first.high == now.first.high else now.first.value < floor
+        if restored:
+            if wanted is not None and now.tau.high < wanted:
+                self._evidence.append("not all is restored: tau stays below the draft's record")
+            elif wanted is None and low:
+                self._evidence.append(
+                    f"not all may be restored: the first token is right in {now.first.value:.0%} of rounds, a grown "
+                    f"{family} draft is in {floor:.0%} at least; another cause, or little training, is left"
+                )
+            return "fault"
         if wanted is not None:
             if now.tau.high >= wanted:
                 return "healthy"

@@ -200,15 +200,27 @@ def reordered(config: Json, tensors: Tensors) -> None:
     tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(count, 1)[::-1], 1)
 
 
-def interleaved(config: Json, tensors: Tensors) -> None:
-    """Rows of query and key as llama.cpp keeps those of Llama."""
-    size = config.get(LAYER, config).get("head_dim")
-    if size is None:
-        size = config["hidden_size"] // config["num_attention_heads"]
-    for name, tensor in tensors.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = tensor.view(-1, 2, size // 2, tensor.shape[1])
-            tensors[name] = heads.transpose(1, 2).reshape(tensor.shape).contiguous()
+def interleaved(*kinds: str) -> Plant:
+    """Rows of query, key or both as llama.cpp keeps those of Llama."""
+
+    def plant(config: Json, tensors: Tensors) -> None:
+        size = config.get(LAYER, config).get("head_dim")
+        if size is None:
+            size = config["hidden_size"] // config["num_attention_heads"]
+        for name, tensor in tensors.items():
+            if name.endswith(tuple(f"{kind}_proj.weight" for kind in kinds)):
+                heads = tensor.view(-1, 2, size // 2, tensor.shape[1])
+                tensors[name] = heads.transpose(1, 2).reshape(tensor.shape).contiguous()
+
+    return plant
+
+
+def stale_map(config: Json, tensors: Tensors) -> None:
+    """d2t and t2d of another draft, of as many ids."""
+    whole = config.get(LAYER, config)["vocab_size"]
+    ids = torch.randperm(whole, generator=torch.Generator().manual_seed(SEED))[: len(tensors["d2t"])].sort().values
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.zeros(whole, dtype=torch.bool).index_fill(0, ids, True)
 
 
 def codes(config: Json, tensors: Tensors) -> None:
@@ -317,6 +329,10 @@ FAULTS = (
     Fault("d2t holds ids", BLOCKS, BOTH, ("unreadable files", "vocabulary map"), as_ids),
     Fault("d2t is missing", BLOCKS, OURS, ("unreadable files", "vocabulary map"), dropped("d2t")),
     Fault("d2t is zeros", BLOCKS, OURS, ("unreadable files", "vocabulary map"), changed("d2t", torch.zeros_like)),
+    Fault("d2t of another draft", BLOCKS, OURS, ("vocabulary map",), stale_map),
+    Fault(
+        "a matrix of zeros", LAYERED, OURS, ("tensors that nothing filled",), changed("o_proj.weight", torch.zeros_like)
+    ),
     Fault(
         "a norm filled with ones",
         BLOCKS,
@@ -333,7 +349,9 @@ FAULTS = (
     ),
     Fault("head of another target", ("dflash",), OURS, ("embeddings or head of another target",), lent("lm_head")),
     Fault("weights of norms less one", BLOCKS, OURS, ("weights of norms",), changed("norm.weight", lambda w: w - 1)),
-    Fault("rows of query and key interleaved", LAYERED, OURS, ("rotary pairs",), interleaved),
+    Fault("rows of query and key interleaved", LAYERED, OURS, ("rotary pairs",), interleaved("q", "k")),
+    Fault("rows of the key alone interleaved", LAYERED, OURS, ("rotary pairs",), interleaved("k")),
+    Fault("key and value exchanged", LAYERED, OURS, ("weights in another order",), exchanged("k_proj", "v_proj")),
     Fault("gate and up exchanged", LAYERED, OURS, ("weights in another order",), exchanged("gate_proj", "up_proj")),
     Fault("fc columns from high to low", BLOCKS, OURS, ("order of the captured layers",), reordered),
     Fault("state before embedding", ("eagle", "eagle3"), OURS, ("embedding and state exchanged",), halved),

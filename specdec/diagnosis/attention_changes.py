@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -147,17 +148,20 @@ def heads(reading: Reading, scene: Scene) -> Iterator[Change]:
 
 
 def pairs(reading: Reading, scene: Scene) -> Iterator[Change]:
-    """Rows of the query and key projections in the order of interleaved rotary pairs, as GGUF stores some."""
-    for interleaved in (True, False):
+    """Rows of the query and key projections, of both or of one, in the order of interleaved rotary pairs, as GGUF
+    stores some."""
+    for names, interleaved in product((("q_proj", "k_proj"), ("q_proj",), ("k_proj",)), (True, False)):
         draft = shared_copy(reading.draft)
         for module in draft.modules():
             if hasattr(module, "q_proj") and hasattr(module, "k_proj"):
-                for linear in (module.q_proj, module.k_proj):
+                for linear in (getattr(module, name) for name in names):
                     for name in ("weight", "bias"):
                         if getattr(linear, name, None) is not None:
                             put(linear, name, _reordered(getattr(linear, name), module.head_dim, interleaved))
         order = "interleaved" if interleaved else "halved"
-        yield Change(f"rows of q_proj and k_proj were stored for {order} rotary pairs", replace(reading, draft=draft))
+        yield Change(
+            f"rows of {' and '.join(names)} were stored for {order} rotary pairs", replace(reading, draft=draft)
+        )
 
 
 def _reordered(rows: Tensor, size: int, interleaved: bool) -> Tensor:

@@ -155,7 +155,7 @@ def _layer_lists(files: Files, why: str, target: CausalModel) -> Iterator[Files]
         block.get("target_layer_ids"),
     ]
     lists = [tuple(one) for one in named if isinstance(one, list) and all(type(layer) is int for layer in one)]
-    lists += [tuple(layer + 1 for layer in one) for one in lists]
+    lists += [tuple(layer + by for layer in one) for by in (1, 2) for one in lists]
     lists += [tuple(sorted(set(one))) for one in lists] + ([(2, last // 2, last - 3)] if count == 3 else [])
     if "layer" not in why and "fc.weight" not in why and "ids" not in why:
         return

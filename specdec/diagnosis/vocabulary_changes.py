@@ -13,6 +13,9 @@ from ..drafts.medusa import MedusaDraft
 from ..drafts.small import SmallDraft
 from .reading import Change, Reading, Scene, put, shared_copy
 
+_PROJECTED, _NEAREST = 256, 8
+"""Width in which rows of heads are compared, and ids that a row may have."""
+
 
 def vocabulary(reading: Reading, scene: Scene) -> Iterator[Change]:
     """Vocabulary map: as ids where it was read as offsets, and the other way; from t2d; sorted; none."""
@@ -32,6 +35,9 @@ def vocabulary(reading: Reading, scene: Scene) -> Iterator[Change]:
     }
     if scene.vocabulary_marks is not None and int(scene.vocabulary_marks.sum()) == size:
         maps = {"d2t follows from t2d": scene.vocabulary_marks.nonzero().flatten(), **maps}
+    nearest = nearest_ids(getattr(reading.draft, "lm_head", None), scene.target.model.get_output_embeddings().weight)
+    if nearest is not None:
+        maps["d2t is not of this head, whose rows began as rows of the target's: the ids of those"] = nearest
     seen = [ids]
     for what, other in maps.items():
         fits = int(other.min()) >= 0 and int(other.max()) < whole and len(other.unique()) == size
@@ -41,6 +47,33 @@ def vocabulary(reading: Reading, scene: Scene) -> Iterator[Change]:
         draft = shared_copy(reading.draft)
         draft.d2t, draft.t2d = (part.to(ids.device) for part in vocabulary_maps(other, size, whole))
         yield Change(what, replace(reading, draft=draft))
+
+
+def nearest_ids(head: Any, table: Tensor) -> Tensor | None:
+    """Id of the target's row that each row of a draft's head is nearest to by angle [size], no id twice; None: the rows
+    have other sizes. A head that began as rows of the target's is near them ever after. `table`: the target's [V, H].
+
+    Angles are those of a random projection, which keeps them well enough.
+    """
+    if head is None or head.weight.shape[1] != table.shape[1] or len(head.weight) >= len(table):
+        return None
+    width = table.shape[1]
+    draw = torch.randn(width, min(width, _PROJECTED), generator=torch.Generator().manual_seed(0))
+    rows, others = (
+        nn.functional.normalize(weight.detach().float() @ draw.to(weight.device), dim=1).cpu()
+        for weight in (head.weight, table)
+    )
+    found = [(part @ others.T).topk(_NEAREST, dim=1) for part in torch.split(rows, 1024)]
+    near, ids = (torch.cat([getattr(one, name) for one in found]) for name in ("values", "indices"))
+    # The surest rows choose first; one whose nearest ids are all taken gets one that is left.
+    taken, chosen = set[int](), [-1] * len(ids)
+    for row in near[:, 0].argsort(descending=True).tolist():
+        free = [one for one in ids[row].tolist() if one not in taken]
+        if free:
+            chosen[row] = free[0]
+            taken.add(free[0])
+    left = (one for one in range(len(table)) if one not in taken)
+    return torch.tensor([next(left) if one < 0 else one for one in chosen])
 
 
 def lent(reading: Reading, scene: Scene) -> Iterator[Change]:

@@ -30,13 +30,16 @@ def halves(reading: Reading, scene: Scene) -> Iterator[Change]:
 
 
 def gates(reading: Reading, scene: Scene) -> Iterator[Change]:
-    """gate_proj and up_proj exchanged; square projections transposed; layers in reverse."""
-    draft = shared_copy(reading.draft)
-    found = [module for module in draft.modules() if hasattr(module, "gate_proj") and hasattr(module, "up_proj")]
-    for module in found:
-        module.gate_proj, module.up_proj = module.up_proj, module.gate_proj
-    if found:
-        yield Change("gate_proj and up_proj exchanged", replace(reading, draft=draft))
+    """gate_proj and up_proj, or k_proj and v_proj, exchanged; square projections transposed; layers in reverse."""
+    for one, other in (("gate_proj", "up_proj"), ("k_proj", "v_proj")):
+        draft = shared_copy(reading.draft)
+        found = [module for module in draft.modules() if hasattr(module, one) and hasattr(module, other)]
+        for module in found:
+            first, second = getattr(module, one), getattr(module, other)
+            setattr(module, one, second)
+            setattr(module, other, first)
+        if found:
+            yield Change(f"{one} and {other} exchanged", replace(reading, draft=draft))
     squares = {
         name.rpartition(".")[2]
         for name, module in reading.draft.named_modules()

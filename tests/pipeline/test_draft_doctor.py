@@ -22,6 +22,7 @@ from draftforge.pipeline.doctor_answers import Asked, rendered_otherwise
 from draftforge.pipeline.doctor_report import Diagnosis, print_diagnosis
 from draftforge.pipeline.draft_doctor import Examination
 from draftforge.specdec.decoder import decode_rounds
+from draftforge.specdec.diagnosis.repairs import refusal_of, repaired
 from draftforge.specdec.diagnosis.weight_changes import halves
 from draftforge.specdec.requests import DecodeRun, Request
 from draftforge.specdec.sampling_settings import SamplingSettings
@@ -76,6 +77,9 @@ FAULTS = [
     ("eagle3-reduced", "state before embedding", "vllm"),
     ("eagle3-reduced", "norm_before_residual not said", "speculators"),
     ("eagle", "rows of query and key interleaved", "vllm"),
+    ("dflash", "rows of the key alone interleaved", "vllm"),
+    ("eagle", "key and value exchanged", "vllm"),
+    ("dflash-reduced", "d2t of another draft", "vllm"),
     ("medusa", "heads in reverse", "vllm"),
     ("dspark", "anchor that does not draft", "speculators"),
     ("small", "rope_theta of another model", "hf"),
@@ -119,6 +123,50 @@ def test_a_healthy_draft_is_healthy(draft: str, trained_drafts: Trained, answeri
     found = examined(trained_drafts.draft_folders[draft], answering, answers)
     assert (found.verdict, found.causes, found.corrected) == ("healthy", [], None)
     assert found.before is not None and found.after is None
+
+
+@pytest.mark.slow
+def test_a_matrix_of_zeros_is_named_however_much_is_accepted(
+    trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "head"
+    shutil.copytree(trained_drafts.draft_folders["dspark"], place)
+    tensors = load_file(place / "model.safetensors")
+    tensors["markov_head.markov_w2.weight"].zero_()
+    tensors["norm.weight"].fill_(1)  # may have been left so
+    save_file(tensors, place / "model.safetensors")
+    found = examined(place, answering, answers)
+    assert found.verdict == "fault" and found.corrected is None
+    (cause,) = found.causes
+    assert cause["what"] == "tensor markov_head.markov_w2.weight holds 0 everywhere" and cause["tau_after"] is None
+
+
+@pytest.mark.slow
+def test_a_trifle_more_of_nothing_restores_nothing(
+    trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
+) -> None:
+    """Rows of a head that never were the target's, in an order that no file tells."""
+    place = tmp_path / "head"
+    shutil.copytree(trained_drafts.draft_folders["eagle3-reduced"], place)
+    tensors = load_file(place / "model.safetensors")
+    rows = tensors["lm_head.weight"]
+    tensors["lm_head.weight"] = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(11))].clone()
+    save_file(tensors, place / "model.safetensors")
+    found = examined(place, answering, answers)
+    assert found.verdict in ("low", "undertrained") and not found.causes and found.corrected is None
+
+
+def test_captured_layers_two_too_low_are_repaired(trained_drafts: Trained, answering: Target, tmp_path: Path) -> None:
+    """One less than files of DFlash count, which begin at the embeddings' layer."""
+    place = tmp_path / "head"
+    shutil.copytree(trained_drafts.draft_folders["dflash"], place)
+    config = json.loads((place / "config.json").read_text())
+    config["dflash_config"]["target_layer_ids"] = [-1, 0, 1]
+    (place / "config.json").write_text(json.dumps(config))
+    draft, refusal = refusal_of(place, answering)
+    assert draft is None
+    layers = [one.draft.target_layers for one in repaired(place, refusal, answering)]
+    assert layers == [(1, 2, 3)]
 
 
 @pytest.mark.slow
