@@ -30,17 +30,17 @@ _ENDS_AT_ONCE: list[bool] = []
 """Holds something once a verb is done that leaves nothing for the end of the process to do."""
 
 
-def run(app: Typer, args: list[str] | None) -> NoReturn:
-    """Run the command line's verb and exit; `args` None: those of the process."""
+def run(app: Typer, args: list[str] | None, name: str = "draftforge") -> NoReturn:
+    """Run the verb of a command line, or a script of that name, and exit; `args` None: those of the process."""
     quiet_libraries()
     given = sys.argv[1:] if args is None else args
-    COMMAND.set(("draftforge", *given))
+    COMMAND.set((name, *given))
     try:
         for argument in given:
             if argument.encode(errors="ignore").decode() != argument:
                 raise InputError(f"argument {argument!r}: must be UTF-8 text")  # no request and no JSON could hold it
         with sigterm_unwinds():
-            code = app(args=args, prog_name="draftforge", standalone_mode=False)
+            code = app(args=args, prog_name=name, standalone_mode=False)
     except (DraftforgeError, StoppedError) as error:
         fail(error, str(error), error.exit_code)
     except KeyboardInterrupt as error:

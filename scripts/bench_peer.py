@@ -53,6 +53,7 @@ from draftforge.eval import counts
 from draftforge.eval.acceptance import tau, tau_difference
 from draftforge.eval.score import Identity
 from draftforge.eval.settings import SELECTION_SPLIT
+from draftforge.pipeline import cli_exit
 from draftforge.pipeline.draft_scorer import Scorer
 from draftforge.pipeline.stages import Stages, captured_stages, checkpoints_of, train_stage
 from draftforge.pipeline.workspace import Workspace
@@ -519,8 +520,4 @@ def hardware() -> list[str]:
 
 if __name__ == "__main__":
     disable_progress_bar()  # of weights that are loaded
-    try:
-        app()
-    except DraftforgeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    cli_exit.run(app, None, Path(__file__).name)

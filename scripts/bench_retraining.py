@@ -40,13 +40,14 @@ from draftforge.data.records import Record
 from draftforge.data.settings import FileSource
 from draftforge.data.sources import read
 from draftforge.data.store import Capture, Sample
-from draftforge.errors import DraftforgeError, InputError
+from draftforge.errors import InputError
 from draftforge.eval.acceptance import Estimate, tau_difference
 from draftforge.eval.counts import values, where
 from draftforge.eval.draft_configs import DraftConfig
 from draftforge.eval.leaderboard import DomainRow, Row, at_config, domain_rows, leaderboard
 from draftforge.eval.score import Identity, stratified_conversations
 from draftforge.eval.settings import HOLDOUT_SPLIT
+from draftforge.pipeline import cli_exit
 from draftforge.pipeline.distill import distill
 from draftforge.pipeline.draft_scorer import Scorer
 from draftforge.pipeline.retrain import retrain_champion
@@ -432,8 +433,4 @@ def format_estimate(estimate: Estimate, unit: str = "", bounds: bool = True) -> 
 
 if __name__ == "__main__":
     disable_progress_bar()  # of weights that are loaded
-    try:
-        app()
-    except DraftforgeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    cli_exit.run(app, None, Path(__file__).name)

@@ -46,6 +46,7 @@ from rich.table import Table
 from draftforge.data.conversation import SPLITS
 from draftforge.data.store import Capture
 from draftforge.distributed import free_port
+from draftforge.pipeline import cli_exit
 from draftforge.recipe import Recipe, load_recipe
 from draftforge.train.loop import METRICS_FILE
 from draftforge.train.throughput import MetricLog
@@ -458,4 +459,4 @@ def _hardware() -> str:
 
 
 if __name__ == "__main__":
-    app()
+    cli_exit.run(app, None, Path(__file__).name)

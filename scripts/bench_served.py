@@ -33,7 +33,6 @@ Exit code 3: something failed; its row says why.
 
 import json
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -51,6 +50,7 @@ from draftforge.data.chat_template import render
 from draftforge.data.conversation import Message
 from draftforge.errors import DraftforgeError, EngineError, InputError
 from draftforge.eval.vllm_server import MODEL, StartedServer, VllmClient, VllmLauncher
+from draftforge.pipeline import cli_exit
 from draftforge.pipeline.stages import captured_stages, checkpoints_of
 from draftforge.pipeline.workspace import Workspace
 from draftforge.progress import bar, say
@@ -329,15 +329,5 @@ def main(
         raise typer.Exit(EngineError.exit_code)
 
 
-def _stopped(*_: object) -> None:
-    """A script that is stopped stops its server."""
-    sys.exit(128 + signal.SIGTERM)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _stopped)
-    try:
-        app()
-    except DraftforgeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    cli_exit.run(app, None, Path(__file__).name)

@@ -31,6 +31,7 @@ from draftforge.data.store import Capture
 from draftforge.eval import counts
 from draftforge.eval.acceptance import tau
 from draftforge.eval.leaderboard import Row, serving
+from draftforge.pipeline import cli_exit
 from draftforge.pipeline.scoring import Scored, score_stage
 from draftforge.pipeline.stages import Stage, captured_stages, prepare_drafts, train_stage
 from draftforge.pipeline.workspace import Workspace
@@ -244,4 +245,4 @@ def _hardware() -> str:
 
 
 if __name__ == "__main__":
-    app()
+    cli_exit.run(app, None, Path(__file__).name)

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftforge.errors import InputError, LostRankError
+from draftforge.pipeline import cli_exit
 from draftforge.recipe import load_recipe
 
 RECIPE = Path(__file__).resolve().parents[1] / "configs/smollm2-bench.yaml"
@@ -233,4 +234,4 @@ def show(found: Mapping[str, Json]) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    cli_exit.run(app, None, Path(__file__).name)

@@ -12,7 +12,6 @@ graph launched. On a CPU the operations of a round are counted, those within ano
 
 import cProfile
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -29,7 +28,7 @@ from torch import nn
 from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from draftforge.errors import DraftforgeError
+from draftforge.pipeline import cli_exit
 from draftforge.scripts.profile_training import Event, activities, innermost, part_at, ranged, trace_events
 from draftforge.specdec.cuda_graphs import Replays
 from draftforge.specdec.decoder import decode_rounds
@@ -275,18 +274,14 @@ def main(
     host: Annotated[bool, typer.Option(help="Also the host's time by function.")] = False,
 ) -> None:
     """Profile rounds of decoding."""
-    try:
-        models = Models(target)
-        for size in batch or [1, 16]:
-            for one in way or list(Way):
-                steps = show_times(models, one, size, context, rounds)
-                show_trace(trace_rounds(steps), kernels)
-                if host:
-                    show_host(steps)
-    except DraftforgeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(error.exit_code) from None
+    models = Models(target)
+    for size in batch or [1, 16]:
+        for one in way or list(Way):
+            steps = show_times(models, one, size, context, rounds)
+            show_trace(trace_rounds(steps), kernels)
+            if host:
+                show_host(steps)
 
 
 if __name__ == "__main__":
-    app()
+    cli_exit.run(app, None, Path(__file__).name)
