@@ -321,6 +321,8 @@ def _tensorrt_policy(
         "first one; here both ends of each range are keys, so all read the same",
         "TensorRT-LLM's draft does not read what is emitted while drafting is off: requests that go on afterwards "
         "accept less",
+        "versions of TensorRT-LLM whose configs have min_runtime_draft_len draft one token where the schedule has 0: "
+        "serve without a draft there if your batches are mostly that large",
     ]
     # 2) Where it gives up for good.
     if policy.gate is not None:

@@ -35,7 +35,8 @@ def vocabulary(reading: Reading, scene: Scene) -> Iterator[Change]:
     }
     if scene.vocabulary_marks is not None and int(scene.vocabulary_marks.sum()) == size:
         maps = {"d2t follows from t2d": scene.vocabulary_marks.nonzero().flatten(), **maps}
-    nearest = nearest_ids(getattr(reading.draft, "lm_head", None), scene.target.model.get_output_embeddings().weight)
+    table = scene.target.model.get_output_embeddings().weight[:whole]
+    nearest = nearest_ids(getattr(reading.draft, "lm_head", None), table)
     if nearest is not None:
         maps["d2t is not of this head, whose rows began as rows of the target's: the ids of those"] = nearest
     seen = [ids]

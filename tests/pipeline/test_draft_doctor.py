@@ -5,7 +5,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +22,12 @@ from draftforge.pipeline.doctor_answers import Asked, rendered_otherwise
 from draftforge.pipeline.doctor_report import Diagnosis, print_diagnosis
 from draftforge.pipeline.draft_doctor import Examination
 from draftforge.specdec.decoder import decode_rounds
+from draftforge.specdec.diagnosis.reading import Reading, Scene
 from draftforge.specdec.diagnosis.repairs import refusal_of, repaired
+from draftforge.specdec.diagnosis.vocabulary_changes import nearest_ids, vocabulary
 from draftforge.specdec.diagnosis.weight_changes import halves
+from draftforge.specdec.drafts.layers import vocabulary_maps
+from draftforge.specdec.formats import read_draft
 from draftforge.specdec.requests import DecodeRun, Request
 from draftforge.specdec.sampling_settings import SamplingSettings
 from draftforge.specdec.targets import Target
@@ -167,6 +171,24 @@ def test_captured_layers_two_too_low_are_repaired(trained_drafts: Trained, answe
     assert draft is None
     layers = [one.draft.target_layers for one in repaired(place, refusal, answering)]
     assert layers == [(1, 2, 3)]
+
+
+def test_ids_of_a_head_are_those_of_the_nearest_rows_of_the_vocabulary(
+    trained_drafts: Trained, answering: Target
+) -> None:
+    """Where the target's table has rows beyond its vocabulary, too."""
+    draft: Any = read_draft(trained_drafts.draft_folders["dflash-reduced"], answering.num_layers)
+    ids = draft.draft_ids.clone()
+    draft.d2t, draft.t2d = vocabulary_maps(torch.arange(len(ids)), len(ids), answering.vocab_size)
+    rows = torch.cat([answering.model.get_output_embeddings().weight, draft.lm_head.weight]).detach()
+    padded = SimpleNamespace(get_output_embeddings=lambda: SimpleNamespace(weight=rows))
+    changes = vocabulary(Reading(draft), Scene(SimpleNamespace(model=padded)))  # type: ignore[arg-type]
+    (found,) = [one for one in changes if "began as rows" in one.what]
+    assert torch.equal(found.reading.draft.draft_ids, ids)
+    # No id twice, and none for rows of another width.
+    twice = nearest_ids(SimpleNamespace(weight=draft.lm_head.weight[[0, 0, 1]]), rows[: answering.vocab_size])
+    assert twice is not None and len(set(twice.tolist())) == 3 and ids[0] in twice and ids[1] in twice
+    assert nearest_ids(SimpleNamespace(weight=torch.ones(3, 5)), rows) is None
 
 
 @pytest.mark.slow

@@ -133,7 +133,13 @@ def test_tensorrts_file() -> None:
     expected = ["trtllm-serve", "owner/model", "--config", "/a draft/policy-tensorrt-llm.yaml", "--max_seq_len", "4096"]
     assert shlex.split(command.text) == expected
     notes = " ".join(command.notes)
-    for said in ("older versions, which stop at them", "12.3% of drafted", "over 900 rounds", "revision main"):
+    for said in (
+        "older versions, which stop at them",
+        "min_runtime_draft_len draft one token",
+        "12.3% of drafted",
+        "over 900 rounds",
+        "revision main",
+    ):
         assert said in notes
     assert "above batch 64, the largest that was measured, TensorRT-LLM does not draft" in command.notes
 
