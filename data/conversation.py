@@ -19,9 +19,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
 _ASKS_NOTHING = ("system", "developer", "assistant")
 NO_SYSTEM_PROMPT, NO_HISTORY = ", without a system prompt", ", of the Responses API"
-NO_TOOLS = ", without their tools"
+NO_TOOLS, NOT_ALL = ", without their tools", ", by another instrumentation"
 """With the two before, ends of the names of counters of requests whose log may lack their system prompt, the messages
-that they continue, or their tools: the number of tokens tells."""
+that they continue, their tools, or anything: the number of tokens tells."""
 OTHER_READINGS = "other readings"
 """Template argument that no template can name: what a conversation's prompt was made of instead, where its request can
 be read in several ways."""
@@ -60,7 +60,7 @@ class PromptCount(NamedTuple):
     counter: str
     """Who counted: the kind of log and the model that was asked."""
     tokens: int
-    """0: not comparable, as something in the prompt was redacted."""
+    """0: not comparable, as something in the prompt was redacted, or nobody counted it."""
     requests: int
     """How many requests had this number."""
 

@@ -28,6 +28,7 @@ from .conversation import (
     NO_HISTORY,
     NO_SYSTEM_PROMPT,
     NO_TOOLS,
+    NOT_ALL,
     OTHER_READINGS,
     Conversation,
     LoggedPrompt,
@@ -51,6 +52,7 @@ _LACKING = {
     NO_SYSTEM_PROMPT: "LiteLLM logs no system prompt that was sent as blocks",
     NO_HISTORY: "Langfuse's client does not log which response a request continues, or its stored prompt",
     NO_TOOLS: "not every logger that writes to Langfuse logs the tools beside messages with calls",
+    NOT_ALL: "instrumentations other than Langfuse's own log a part of what was sent",
 }
 """What a log may lack, by the end of its counter's name."""
 _SAMPLED = 256  # prompts of a counter that tell whose tokens it counts
@@ -70,7 +72,7 @@ class PromptTraces(NamedTuple):
     counter: str | None
     """Who counted its tokens, such as `litellm, model qwen3`; None: nobody."""
     comparable: bool
-    """Whether the record still holds what was counted: nothing of it was redacted."""
+    """Whether the record still holds what was counted: something was, and nothing of it was redacted."""
     digest: bytes | None
     """Hash of its text; None: the log has no text."""
     received: int | None
@@ -166,7 +168,7 @@ class _Comparison:
     """Smallest number of tokens by which the logged ones are more (negative: fewer); `most`: the largest."""
     most: int = 0
     redacted: int = 0
-    """Number of requests of which something was redacted, so that their tokens are other ones."""
+    """Number of requests of which something was redacted, so that their tokens are other ones, or nobody counted."""
     some: list[str] = field(default_factory=list)
     """Figures and places of some that differ."""
     tried: int = 0
@@ -326,7 +328,7 @@ class PromptCheck:
         return own_code or shown or self._may_lack_a_part(logged.counts)
 
     def _may_lack_a_part(self, counts: Sequence[PromptCount]) -> bool:
-        """Whether all requests of a prompt may have had a system prompt, messages or tools that their log lacks."""
+        """Whether the log of each request of a prompt may lack a part of it, as a system prompt, messages or tools."""
         lacking = bool(counts) and all(one.counter.endswith(tuple(_LACKING)) for one in counts)
         return lacking and not self._ask_unproven
 
@@ -370,7 +372,8 @@ class PromptCheck:
     def _line(self, name: str, found: _Comparison) -> str:
         """What was found of a counter; empty: nothing to tell."""
         title, sampled = f"prompt tokens of {name}", self._sampled[name]
-        more = f"; {found.redacted:,} not compared, as something in them was redacted" if found.redacted else ""
+        why = "not compared, as something in them was redacted or nobody counted it"
+        more = f"; {found.redacted:,} {why}" if found.redacted else ""
         if lacking := next((what for end, what in _LACKING.items() if name.endswith(end)), ""):
             more += f"; {lacking}"
             more += (

@@ -189,7 +189,8 @@ def _traces(found: Record, record: Record, turn_key: int, kind: str) -> PromptTr
         digest = bytes.fromhex(prompt_digest(text))
     # Of a request as the client sent it other lines show the prompt; one that was redacted is not compared.
     received = kind == "sglang" and record.pieces is None and same
-    return PromptTraces(turn_key, record.counter, same, digest, record.source if received else None)
+    comparable = same and bool(record.prompt_tokens)
+    return PromptTraces(turn_key, record.counter, comparable, digest, record.source if received else None)
 
 
 def columns(lines: bytes) -> dict[str, Any]:

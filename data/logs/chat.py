@@ -53,7 +53,9 @@ Reason = Literal[
 
 
 SYSTEM_UNKNOWN, HISTORY_UNKNOWN, TOOLS_UNKNOWN = "system_prompt_unknown", "history_unknown", "tools_unknown"
-"""Fields of a line whose request may have had a system prompt, earlier messages, or tools that are not logged."""
+PARTS_UNKNOWN = "parts_unknown"
+"""Fields of a line whose request may have had a system prompt, earlier messages, tools, or anything that is not
+logged."""
 RESPONSES = ("response", "response_body", "responseBody")
 """Names under which proxies log a response."""
 

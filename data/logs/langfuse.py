@@ -14,6 +14,7 @@ from ..read_limits import json_within
 from . import anthropic
 from .chat import (
     HISTORY_UNKNOWN,
+    PARTS_UNKNOWN,
     TOOLS_UNKNOWN,
     Entry,
     Reason,
@@ -45,15 +46,12 @@ _EVENT = "event.name"
 _OF_TOOLS = {"parameters", "input_schema", "description"}
 _LANGCHAINS_OWN = ("thinking", "reasoning_content")
 _ASSISTANT = ("assistant", "ai", "model")
-_LOGS_NO_TOOLS = "openinference.instrumentation.openai_agents"
-"""Instrumentation whose spans of chat completions have no tools: those of OpenAI's SDK for agents have none."""
-_CONVERSE = frozenset(
-    (
-        *("text", "toolUse", "toolResult", "image", "document", "video", "reasoningContent", "cachePoint"),
-        *("guardContent", "citationsContent"),
-    )
-)
-"""Names of the blocks of a content in Bedrock's Converse API, each an object with its name alone."""
+_OWN_SCOPE = "langfuse-sdk"
+_UNCOUNTED: dict[str, Reason] = {
+    HISTORY_UNKNOWN: "earlier messages that the log may lack",
+    TOOLS_UNKNOWN: "tools without their definitions",
+}
+"""Why a generation of Langfuse's own clients that may lack a part is left out where its tokens are not counted."""
 _PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inputTokens", "inputUsage")
 _ANSWER_COUNTS = ("output", "completion_tokens", "completionTokens", "output_tokens", "outputTokens", "outputUsage")
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -86,23 +84,22 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     request, reason, others = _request(given, parameters, engine, answered)
     reason = _refusal(value, given, request) or reason
     metadata = decoded(value.get("metadata"))
-    if reason is None and _joins_messages(metadata, told):
+    # LangChain's client of the Messages API joins messages of one role, moves the system's and drops names.
+    if reason is None and isinstance(metadata, Mapping) and metadata.get("ls_provider") == "anthropic":
         reason = "messages in an unread form"
-    timing = _timing(value)
-    # What the Responses API keeps of earlier requests is in no log; the number of tokens shows it.
     if continues and reason == "raw prompt":
         reason = "no chat request"
-    elif continues and reason is None and not timing.prompt_tokens:
-        reason = "earlier messages that the log may lack"
 
-    # Nor are all tools: where a message has calls, or its logger knows of none, it may have had some.
-    answer = _answer(value.get("output"))
-    lacking = reason is None and not continues and _lacks_tools(request, given, answer, metadata)
-    if lacking and not timing.prompt_tokens:
-        reason = "tools without their definitions"
-
-    # 3) Labels; a session, or else a trace, is a thread.
-    unknown = HISTORY_UNKNOWN if continues else TOOLS_UNKNOWN if lacking else None
+    # 3) What its log may lack, as the number of tokens shows; labels; a session, or else a trace, is a thread.
+    timing, answer, unknown = _timing(value), _answer(value.get("output")), None
+    if _is_of_another_instrumentation(metadata, told):
+        unknown = PARTS_UNKNOWN
+    elif continues:
+        unknown = HISTORY_UNKNOWN
+    elif reason is None and _lacks_tools(request, given, answer):
+        unknown = TOOLS_UNKNOWN
+    if reason is None and unknown in _UNCOUNTED and not timing.prompt_tokens:
+        reason = _UNCOUNTED[unknown]
     line = labels(metadata, value) | ({} if unknown is None else {unknown: True})
     thread = _either(value, "session_id") or _either(value, "trace_id")
     if thread:
@@ -171,7 +168,7 @@ def _is_of_responses_api(output: Any, parameters: Any) -> bool:
     given = parameters if isinstance(parameters, dict) else {}
     if isinstance(output, dict) and output.get("object") == "response":
         return True
-    if _OF_RESPONSES & given.keys() or str(given.get("system")).endswith(".responses"):
+    if _OF_RESPONSES & given.keys():
         return True
     items = [item for item in (output if isinstance(output, list) else [output]) if isinstance(item, dict)]
     parts = [part for item in items for part in _listed(item.get("content")) if isinstance(part, dict)]
@@ -180,26 +177,27 @@ def _is_of_responses_api(output: Any, parameters: Any) -> bool:
     )
 
 
-def _joins_messages(metadata: Any, parameters: Any) -> bool:
-    """Whether a request was sent by LangChain's client of the Messages API, or by the AI SDK's: they join messages of
-    one role and move the system's, and the first drops names. None of it is logged."""
-    attributes = decoded(metadata.get("attributes")) if isinstance(metadata, Mapping) else None
-    run = decoded(attributes.get("metadata")) if isinstance(attributes, Mapping) else None  # as OpenInference has it
-    if any(isinstance(one, Mapping) and one.get("ls_provider") == "anthropic" for one in (metadata, run)):
-        return True
-    return isinstance(parameters, Mapping) and str(parameters.get("system")).endswith("anthropic.messages")
+def _is_of_another_instrumentation(metadata: Any, parameters: Any) -> bool:
+    """Whether another library than Langfuse's own logged a generation. None of them logs all that was sent.
+
+    Langfuse keeps the scope of each span of OpenTelemetry among its metadata, and attributes of those of others; newer
+    servers have paths there in the place of objects. Its older exporter for the AI SDK keeps that SDK's settings alone.
+    """
+    fields = {str(name): decoded(item) for name, item in metadata.items()} if isinstance(metadata, Mapping) else {}
+    scope = fields.get("scope")
+    name = scope.get("name") if isinstance(scope, Mapping) else fields.get("scope.name")
+    kept = {path.partition(".")[0] for path in fields}
+    of_a_span = isinstance(scope, Mapping) or "scope.name" in fields or "resourceAttributes" in kept
+    own = str(name).startswith(_OWN_SCOPE) and "attributes" not in kept
+    return (of_a_span and not own) or (isinstance(parameters, Mapping) and bool(_OF_AI_SDK & parameters.keys()))
 
 
-def _lacks_tools(request: Mapping[str, Any], given: Any, answer: Any, metadata: Any) -> bool:
-    """Whether a request that names no tools may have had some: its answer calls one, bare messages (`given`), beside
-    which tools have no place, have calls, or its logger, as the metadata name it, knows of no tools."""
-    if request.get("tools"):
-        return False
-    scope = decoded(metadata.get("scope")) if isinstance(metadata, Mapping) else None
-    logger = scope.get("name") if isinstance(scope, Mapping) else None
+def _lacks_tools(request: Mapping[str, Any], given: Any, answer: Any) -> bool:
+    """Whether a request that names no tools may have had some: its answer calls one, or bare messages (`given`), beside
+    which tools have no place, have calls."""
     bare = not (isinstance(given, dict) and "messages" in given)
     said = [answer, *(request["messages"] if bare else ())]
-    return logger == _LOGS_NO_TOOLS or any(isinstance(one, Mapping) and bool(one.get("tool_calls")) for one in said)
+    return not request.get("tools") and any(isinstance(one, Mapping) and bool(one.get("tool_calls")) for one in said)
 
 
 def _replaced(value: Any) -> str | None:
@@ -280,7 +278,7 @@ def _message(given: Any) -> dict[str, Any] | None:
     role = given.get("role", kind)
     # Its handler for JavaScript writes `human` for the role of a ChatMessage, whatever that is.
     role = _ROLES.get(role, role) if isinstance(role, str) and given.get("role") != "human" else None
-    if role not in _ROLES.values() or _has_converse_blocks(inner) or _has_fields_of_ai_sdk(inner):
+    if role not in _ROLES.values():
         return None
 
     # LangChain's clients send little of `additional_kwargs`: a name, the role of a developer, calls.
@@ -317,23 +315,6 @@ def _calls(message: Mapping[str, Any], extra: Mapping[str, Any]) -> list[Any]:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _has_converse_blocks(message: Mapping[str, Any]) -> bool:
-    """Whether a content is the JSON text of blocks of the Converse API, as events of Strands Agents hold it: what it
-    sends of them to other APIs, and its tools, are not logged."""
-    content = message.get("content")
-    blocks = _listed(decoded(content)) if isinstance(content, str) else []
-    return bool(blocks) and all(
-        isinstance(block, dict) and len(block) == 1 and block.keys() <= _CONVERSE for block in blocks
-    )
-
-
-def _has_fields_of_ai_sdk(message: Mapping[str, Any]) -> bool:
-    """Whether a message, or a part of one, has fields that the AI SDK's provider for compatible servers adds to it."""
-    holders = [one for one in (message, *_listed(message.get("content"))) if isinstance(one, Mapping)]
-    options = [one["providerOptions"] for one in holders if isinstance(one.get("providerOptions"), Mapping)]
-    return any(one.get("openaiCompatible") for one in options)
 
 
 def _is_tool(message: Mapping[str, Any]) -> bool:

@@ -1,0 +1,113 @@
+"""Observations of Langfuse that other libraries' OpenTelemetry instrumentations logged: none logs all that was sent."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from byte_level import byte_level_tokenizer
+from log_reading import read_log, write_lines
+
+from draftforge.data.chat_template import render
+from draftforge.data.conversation import NOT_ALL, Conversation, Message, turns
+from draftforge.data.logged_prompts import OTHER_COUNT, UNPROVEN, PromptCheck
+from draftforge.data.mix import build_mix, load_mix
+from draftforge.data.settings import MixSettings
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<new>"
+AI_SDK = {"maxRetries": "2", "system": "openai.chat"}
+SCOPES = [
+    *("ai", "litellm", "langfuse", "my-own-service", "", "pydantic-ai", "strands.telemetry.tracer", "haystack"),
+    *("agent_framework", "semantic_kernel", "gcp.vertex.agent", "logfire.openai", "@traceloop/instrumentation-openai"),
+    *(f"openinference.instrumentation.{name}" for name in ("openai", "openai_agents", "litellm", "langchain")),
+    *(f"opentelemetry.instrumentation.{name}" for name in ("openai", "openai.v1", "openai_v2", "anthropic")),
+]
+OTHERS: list[dict[str, Any]] = [
+    *({"metadata": {"scope": {"name": name, "version": "1"}, "resourceAttributes": {}}} for name in SCOPES),
+    {"metadata": json.dumps({"scope": {"name": "ai"}})},
+    {"metadata": {"scope": json.dumps({"name": "ai"})}},
+    {"metadata": {"scope.name": "ai", "scope.version": "1", "resourceAttributes.service.name": "shop"}},
+    {"metadata": {"scope": {"attributes": {}}}},
+    {"metadata": {"resourceAttributes": {"service.name": "shop"}}},
+    {"metadata": {"resourceAttributes.service.name": "shop"}},
+    # A span of another library that Langfuse's own tracer sent: its attributes are kept.
+    {"metadata": {"scope": {"name": "langfuse-sdk"}, "attributes": {"llm.model_name": "m"}}},
+    # Langfuse's older exporter for the AI SDK keeps no scope.
+    {"model_parameters": AI_SDK},
+    {"modelParameters": json.dumps(AI_SDK)},
+]
+OWN: list[dict[str, Any]] = [
+    {},
+    {"metadata": None},
+    {"metadata": {"scope": "team"}},
+    {"metadata": {"attributes": {"team": "shop"}}},
+    {"metadata": {"scope": {"name": "langfuse-sdk", "version": "3.9.0", "attributes": {}}, "resourceAttributes": {}}},
+    {"metadata": json.dumps({"scope": {"name": "langfuse-sdk"}})},
+    {"metadata": {"scope.name": "langfuse-sdk", "resourceAttributes.service.name": "shop", "ls_provider": "openai"}},
+    {"metadata": {"ls_provider": "openai"}, "model_parameters": {"max_tokens": 9, "temperature": 0.5}},
+]
+
+
+def observed(text: str, tokens: int | None, **fields: Any) -> str:
+    one = {"type": "GENERATION", "input": [{"role": "user", "content": text}], "output": "Yes."}
+    return json.dumps(one | {"usage_details": tokens and {"input": tokens}} | fields)
+
+
+@pytest.mark.parametrize("fields", [*OTHERS, *OWN])
+def test_who_logged_it_stands_in_the_name_of_the_counter(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Without a number of tokens, too, where one would have to show that nothing is lacking."""
+    lines = [observed("Hi", tokens, model="m", **fields) for tokens in (9, 0, None)]
+    records = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse").records
+    name = "langfuse, model m"
+    assert [one.counter for one in records] == ([name + NOT_ALL] * 3 if fields in OTHERS else [name, None, None])
+
+
+def test_they_are_asked_where_the_number_of_tokens_shows_the_served_prompt(tmp_path: Path) -> None:
+    tokenizer = byte_level_tokenizer(["Hi there"], 262)
+    tokenizer.chat_template = TEMPLATE
+
+    def length(text: str) -> int:
+        return len(render(tokenizer, [Message(role="user", content=text)]))
+
+    lines = []
+    for i, fields in enumerate([*OTHERS, *OWN]):
+        who = {"model": f"m{i}", **fields}
+        lines += [observed(f"{i} same {word}", length(f"{i} same {word}"), **who) for word in ("one", "two")]
+        lines += [observed(f"{i} more", 40 + length(f"{i} more"), **who), observed(f"{i} uncounted", None, **who)]
+        # Where most numbers are others, none of them shows anything.
+        who["model"] = f"other tokenizer {i}"
+        lines += [observed(f"{i} other {n}", n + length(f"{i} other {n}"), **who) for n in (0, 40, 50)]
+    write_lines(tmp_path / "log.jsonl", *lines)
+    source = {"kind": "langfuse", "path": "log.jsonl", "domain": "d"}
+    build_mix(MixSettings.model_validate({"sources": [source], "near_threshold": 1.0}), tmp_path, tmp_path / "mix")
+    mix = load_mix(tmp_path / "mix")
+    assert len(mix) == len(lines)
+
+    def refusal(check: PromptCheck, one: Conversation) -> str | None:
+        (turn,) = turns(one)
+        return (check.refusal(one, turn.index) or "").partition(" (")[0] or None
+
+    check, unproven = PromptCheck(tokenizer, mix), PromptCheck(tokenizer, mix, ask_unproven=True)
+    for one in mix:
+        number, kind = one.messages[0].text.split(" ")[:2]
+        other = UNPROVEN if int(number) < len(OTHERS) else None
+        expected = {"same": None, "more": OTHER_COUNT, "uncounted": other, "other": other}[kind]
+        assert refusal(check, one) == expected, one.messages[0].text
+        assert refusal(unproven, one) == (expected if kind == "more" else None)
+    (told,) = (line for line in check.lines() if line.startswith(f"prompt tokens of langfuse, model m0{NOT_ALL}"))
+    assert "1 of 3 requests have another number" in told
+    assert "; 1 not compared, as something in them was redacted or nobody counted it; instrumentations other" in told
+
+
+def test_a_prompt_that_another_log_counts_needs_no_number_of_theirs(tmp_path: Path) -> None:
+    """One request, logged by Langfuse's own client, too."""
+    tokenizer = byte_level_tokenizer(["Hi there"], 262)
+    tokenizer.chat_template = TEMPLATE
+    tokens = len(render(tokenizer, [Message(role="user", content="Hi")]))
+    lines = [observed("Hi", None, metadata={"scope": {"name": "ai"}}), observed("Hi", tokens)]
+    fill = [observed(f"word{i} word{i * 7} word{i * 13}", None) for i in range(60)]
+    write_lines(tmp_path / "log.jsonl", *lines, *fill)
+    source = {"kind": "langfuse", "path": "log.jsonl", "domain": "d"}
+    build_mix(MixSettings.model_validate({"sources": [source]}), tmp_path, tmp_path / "mix")
+    (one,) = (one for one in load_mix(tmp_path / "mix") if one.messages[0].text == "Hi")
+    assert PromptCheck(tokenizer, [one]).refusal(one, 0) is None
