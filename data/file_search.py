@@ -16,6 +16,8 @@ from .. import fingerprint
 from ..errors import InputError, MissingFileError
 
 PACKED = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+READ_BY_NAME = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
+"""Endings of names that say how a file is read."""
 
 
 def find(base_dir: Path, name: str, follow_links: bool = False) -> list[Path]:
@@ -176,10 +178,13 @@ def _parts(paths: Sequence[Path]) -> Iterator[_Part]:
 
 def digest(base_dir: Path, name: str, follow_links: bool = False) -> str:
     """Digest (64 hex digits) of the contents of a source's files, and of their names where there may be several."""
-    # A single file's name does not count; others count relative to the folder that holds all of them.
+    # Of a single file's name the endings count, which say how it is read; others count relative to the folder that
+    # holds all of them.
     paths = find(base_dir, name, follow_links)
     if paths == [base_dir / name]:
-        return fingerprint.of_file(paths[0])
+        packing = paths[0].suffix.lower()
+        endings = [ending_of(paths[0]), packing if packing in PACKED else ""]
+        return fingerprint.of_json([*endings, fingerprint.of_file(paths[0])])
     root = base_dir / name if (base_dir / name).is_dir() else Path(os.path.commonpath([path.parent for path in paths]))
     return fingerprint.of_files(root, [path.relative_to(root).as_posix() for path in paths])
 
@@ -201,3 +206,12 @@ def is_hidden(path: Path) -> bool:
 def unpacked_name(path: Path) -> str:
     """A file's name without the ending of its packing."""
     return path.name.removesuffix(path.suffix) if path.suffix.lower() in PACKED else path.name
+
+
+def ending_of(path: Path) -> str:
+    """Ending of a file's name that says how it is read, in small letters: of a rotated file, that of its log. Empty: it
+    has none of `READ_BY_NAME`, and may be text."""
+    name = unpacked_name(path)
+    if whole := _DATED.fullmatch(name) or _NUMBERED.fullmatch(name):
+        name = whole["stem"] + (whole["extension"] or "")
+    return next((ending for ending in READ_BY_NAME if name.lower().endswith(ending)), "")

@@ -28,7 +28,7 @@ import pyarrow.parquet as pq
 from .. import progress
 from ..errors import InputError
 from ..storage import size_text, size_unit
-from .file_search import PACKED, is_hidden, require_file, unpacked_name
+from .file_search import PACKED, READ_BY_NAME, ending_of, is_hidden, require_file, unpacked_name
 from .logs.chat import LeftOut
 from .logs.containers import CRI_LINE
 from .read_limits import (
@@ -43,7 +43,6 @@ from .read_limits import (
 )
 
 _UNPACKING = (EOFError, OSError, zlib.error, lzma.LZMAError)
-_JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 _BOM = b"\xef\xbb\xbf"
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _ITEMS_PER_UPDATE = 256
@@ -145,24 +144,21 @@ def first_line(path: Path) -> Any:
 
 def is_text(path: Path) -> bool:
     """Whether `prompt_lines` takes each line for a prompt: the file's name is neither that of JSON nor of a table."""
-    return not unpacked_name(path).lower().endswith((*_JSON_SUFFIXES, *_DELIMITERS, ".parquet"))
+    return not ending_of(path)
 
 
 def has_data(path: Path) -> bool:
     """Whether a file of a dataset holds rows by its name: that of JSON, a table or text, and of no description."""
     name = unpacked_name(path).lower()
     described = name.startswith(("dataset_", "readme", "license"))
-    return name.endswith((*_JSON_SUFFIXES, *_DELIMITERS, ".parquet", ".arrow", ".txt")) and not (
-        described or is_hidden(path)
-    )
+    return name.endswith((*READ_BY_NAME, ".arrow", ".txt")) and not (described or is_hidden(path))
 
 
 def _objects(file: _Open, column: str | None) -> Iterator[Item]:
-    name = unpacked_name(file.path).lower()
-    delimiter = next((mark for suffix, mark in _DELIMITERS.items() if name.endswith(suffix)), None)
-    if delimiter is not None:
-        return _csv_rows(file, delimiter, column)
-    return _parquet_rows(file, column) if name.endswith(".parquet") else _json_values(file)
+    ending = ending_of(file.path)
+    if ending in _DELIMITERS:
+        return _csv_rows(file, _DELIMITERS[ending], column)
+    return _parquet_rows(file, column) if ending == ".parquet" else _json_values(file)
 
 
 def _opened(paths: Sequence[Path], title: str, limits: Limits) -> Iterator[_Open]:
@@ -274,7 +270,7 @@ def _json_values(file: _Open) -> Iterator[Item]:
     if first is None:
         return
     where, line = first
-    if unpacked_name(file.path).endswith(".json") and isinstance(line, bytes) and not _is_json(line):
+    if ending_of(file.path) == ".json" and isinstance(line, bytes) and not _is_json(line):
         yield from _whole_values(file, line)
         return
 

@@ -1,6 +1,7 @@
 """ShareGPT conversations: lists of objects with `from` and `value`, and the calls of tools inside of them; what may
 stand beside these, and beside an Alpaca row's prompt."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,10 @@ _BESIDE = (
     "name",
     "tools",
 )
+_ROWS = frozenset(("prompt", "messages", "conversations", "turns", "request"))
+"""Fields of a row that is a line of JSON."""
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](?:role|content|from|value)['"]\s*:.*\}\s*\]\s*\Z""", re.DOTALL)
+"""A list of messages as JSON, Python or NumPy writes it."""
 _ASKED_TOGETHER = ("instruction", "input", "query", "context", "history")
 """Fields that rows of Alpaca (an instruction and its input), Dolly and LLaMA-Factory ask together."""
 
@@ -51,7 +56,11 @@ def refuse_media(lookup: Lookup, shape: Shape, where: str) -> None:
 
 
 def refuse_what_stands_beside(asked: Any, lookup: Lookup, where: str) -> None:
-    """Raise LeftOut for a line with another part of its prompt than what is `asked`."""
+    """Raise LeftOut for a line with another part of its prompt than what is `asked`, or whose prompt is the text of
+    messages or of a whole row, as tables hold the first and files of JSON with another name the second."""
+    row = decoded(asked) if isinstance(asked, str) else None
+    if (isinstance(row, dict) and _ROWS.intersection(row)) or (row is not None and _MESSAGES.match(asked)):
+        raise LeftOut(where, "messages in an unread form")
     if any(lookup(name) not in (None, "", [], "[]", asked) for name in _ASKED_TOGETHER):
         raise LeftOut(where, "messages in an unread form")
 

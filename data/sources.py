@@ -317,7 +317,8 @@ def input_digests(settings: MixSettings, base_dir: Path) -> dict[str, str]:
     named_files += [(f"ancestors[{i}]", f"{name}/manifest.json") for i, name in enumerate(settings.ancestors)]
     for key, name in named_files:
         with named(f"mix.{key}"):
-            digests[key] = fingerprint.of_file(file_search.require_file(base_dir / name))
+            file_search.require_file(base_dir / name)
+            digests[key] = file_search.digest(base_dir, name)
     return digests
 
 

@@ -25,7 +25,7 @@ from ..data.chat_template import require_chat_template
 from ..data.conversation import as_served
 from ..data.mix import FORMAT as MIX_FORMAT
 from ..data.mix import MANIFEST as MIX_MANIFEST
-from ..data.mix import build_mix, check_unanswered, load_manifest, load_mix, summary
+from ..data.mix import READING, build_mix, check_unanswered, load_manifest, load_mix, summary
 from ..data.prompts import prompts_of
 from ..data.rehearsal import blend, conversations_to_add
 from ..data.settings import ReadLimits, TargetSource
@@ -94,6 +94,7 @@ class Stages:
             excluded["read_limits"] = True
         inputs: list[Any] = [
             MIX_FORMAT,
+            READING,
             settings.model_dump(mode="json", exclude=excluded),
             input_digests(settings, base),
             sorted(fingerprint.of_file(base / path / MIX_MANIFEST) for path in settings.ancestors),

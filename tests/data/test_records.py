@@ -335,6 +335,36 @@ def test_what_stands_beside_a_text_is_not_lost(shape: Shape, line: dict[str, Any
     assert caught.value.reason == reason
 
 
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"content": "Hi }] there", "role": "user"}]
+
+
+@pytest.mark.parametrize(
+    "prompt, asked",
+    [
+        (json.dumps(MESSAGES), False),
+        (json.dumps(MESSAGES, indent=1), False),
+        (str(MESSAGES), False),
+        (str(MESSAGES).replace("}, {", "}\n {"), False),  # as NumPy prints them, and pandas writes them into a table
+        ('[{"from": "human", "value": "Hi"}]', False),
+        ('{"id": 1, "prompt": "Hi"}', False),
+        ('{"model": "m", "messages": []}', False),
+        ('[{"role": "user"}] What is wrong here?', True),
+        ('{"name": "Ann"}', True),
+        ('[{"name": "Ann", "role": "admin"}]', True),
+        ("[1, 2]", True),
+        ('{"prompt": ', True),
+    ],
+)
+def test_messages_and_rows_printed_as_text_are_no_prompt(prompt: str, asked: bool) -> None:
+    """A column of messages in CSV, or lines of JSON in a file with another name, would be asked as JSON."""
+    if asked:
+        assert read({"prompt": prompt}, "prompts").messages[0].content == prompt
+        return
+    with pytest.raises(LeftOut) as caught:
+        read({"prompt": prompt}, "prompts")
+    assert caught.value.reason == "messages in an unread form"
+
+
 def as_sent(record: Record) -> dict[str, Any] | None:
     """What a record's other reading has in place of its own; None: there is one reading."""
     readings: list[dict[str, Any]] = (record.template_args or {}).get(OTHER_READINGS, [])

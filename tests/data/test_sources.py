@@ -1,5 +1,6 @@
 """Files, packed files, datasets and the target's prompts: read line by line, with the line's number in every error."""
 
+import gzip
 import json
 import random
 import re
@@ -36,6 +37,21 @@ def test_plain_prompts_and_jsonl_prompts(tmp_path: Path) -> None:
     records, counts = reading(tmp_path, kind="prompts", path="p.txt")
     assert texts(records) == ["one", " two ", "three"] and counts == SourceCounts(3, 0, 3)
     assert texts(reading(tmp_path, kind="prompts", path="p.jsonl")[0]) == ["one\nline", "two"]
+
+
+@pytest.mark.parametrize("name", ["p{}.1", "p{}-20261130", "p{}.2026-11-30", "p-2026-11-30{}", "p.1{}", "P{}.1.gz"])
+def test_parts_of_a_rotated_file_are_read_as_its_name_says(tmp_path: Path, name: str) -> None:
+    """A part that ended in its number was read as text, and each line of JSON was asked as it stands."""
+    contents = {
+        ".jsonl": '{"prompt": "one"}\n',
+        ".json": '{"prompt":\n"one"}\n',
+        ".csv": "prompt\none\n",
+        ".txt": "one\n",
+    }
+    for ending, content in contents.items():
+        part = name.format(ending)
+        (tmp_path / part).write_bytes(gzip.compress(content.encode()) if part.endswith("gz") else content.encode())
+        assert texts(reading(tmp_path, kind="prompts", path=part)[0]) == ["one"]
 
 
 GOOD = b'{"turns": ["a"]}\n'
@@ -264,6 +280,25 @@ def test_input_digests_follow_content(tmp_path: Path) -> None:
     (tmp_path / "p.txt").unlink()
     with pytest.raises(DraftforgeError, match=r"p\.txt"):
         input_digests(settings, tmp_path)
+
+
+def test_input_digests_follow_how_a_file_is_read_by_its_name(tmp_path: Path) -> None:
+    """The same bytes are lines, JSON, a table or a packed file; that a log is rotated changes nothing."""
+    names = ["p.txt", "p.jsonl", "p.json", "p.csv", "p.tsv", "p.parquet", "p.txt.gz", "p.jsonl.gz", "p.jsonl.zst"]
+    rotated = ["p.log", "p.log.1", "other.txt", "P"]
+    for name in (*names, *rotated, "P.JSONL", "p.jsonl.1"):
+        (tmp_path / name).write_text('{"prompt": "one"}')
+
+    def key_of(name: str, of: str) -> str:
+        source = {"kind": "prompts", "path": name if of == "sources" else "p.txt", "domain": "d"}
+        sets = [name] if of == "contamination" else []
+        settings = MixSettings.model_validate({"sources": [source], "contamination": sets})
+        return input_digests(settings, tmp_path)[f"{of}[0]"]
+
+    for of in ("sources", "contamination"):
+        assert len({key_of(name, of) for name in names}) == len(names)
+        assert {key_of(name, of) for name in rotated} == {key_of("p.txt", of)}
+        assert key_of("P.JSONL", of) == key_of("p.jsonl.1", of) == key_of("p.jsonl", of)
 
 
 @pytest.mark.parametrize("path", ["logs", "logs/*.jsonl", "logs/**/*.jsonl"])

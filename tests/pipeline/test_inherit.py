@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from draftforge.data.mix import load_mix
+from draftforge.pipeline import stages
 from draftforge.pipeline.stages import Stages, mix_stage
 from draftforge.pipeline.staleness_evidence import inherit_mix
 from draftforge.pipeline.workspace import Workspace
@@ -50,6 +51,20 @@ def test_the_same_mix_is_used_as_it_is(write_recipe: WriteRecipe, capsys: pytest
     assert mix_stage(Stages(Workspace(recipe))) == before
     inherit_mix(space, champion_of("0" * 64))
     assert "is not in" in capsys.readouterr().err and space.ancestors == []
+
+
+def test_a_mix_that_was_read_otherwise_is_made_again_and_stays_an_ancestor(
+    write_recipe: WriteRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(write_recipe())
+    before = mix_stage(Stages(Workspace(recipe)))
+    seen = {one.id for one in load_mix(before.folder) if one.split != "holdout"}
+    monkeypatch.setattr(stages, "READING", stages.READING + 1)
+    assert mix_stage(Stages(Workspace(recipe))).folder != before.folder
+    space = Workspace(recipe)
+    inherit_mix(space, champion_of(before.fingerprint))
+    held_out = {one.id for one in load_mix(mix_stage(Stages(space)).folder) if one.split == "holdout"}
+    assert space.ancestors == [before.fingerprint] and held_out and not held_out & seen
 
 
 def test_where_the_champions_mix_is_gone_its_parents_is_inherited(
