@@ -27,9 +27,15 @@ _NAME = re.compile(r"(?:[\w.-]|\\\.){1,300}")
 _SECONDS, _SECONDS_EACH, _SLICE_SECONDS = 30.0, 1e-4, 0.5
 """Time of tokenizing beside that for each character, a hundred times what it takes; how often it is looked at."""
 _SHORT = 512  # characters
-_MOST_GROWTH = 256
-_GROWTH = {"ByteLevel": 2, "NFKC": 12, "NFKD": 12}
+_MOST_GROWTH, _MOST_PARTS = 256, 100
+_GROWTH = {"ByteLevel": 2, "NFKC": 12, "NFKD": 12, "BertNormalizer": 3}
 """Characters that a part of a tokenizer may make of one; a second such part makes as many of each."""
+# Begins with one piece or more that take a character each: no match is empty, and no text is put in between characters.
+_TAKES_A_CHARACTER = re.compile(
+    r"(?:\\[sSdDwWnrt]|\\[pP]\{\^?\w+\}|\[\^?(?:\\[sSdDwWnrt]|[^\[\]\\])+\]|[^\\\[\](){}|.*+?^$])"
+    r"(?:\+|\{[1-9]\d*,\d*\})?(?![*+?{])(?:[^|\\]|\\[^K])*",
+    re.DOTALL,
+)
 # What an expression consists of: escapes and classes are single pieces.
 _PIECES = re.compile(
     r"\\.|\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*+\]|\((?:\?[^:=!<>)]*[:=!>]|\?<[=!]|\?<\w+>)?|\)|[*+?]|\{[\d,]*\}|.",
@@ -106,7 +112,7 @@ def check_tokenizer_expressions(parts: Iterable[Any], where: str) -> None:
 
 def _check_parts(parts: Sequence[Any], where: str) -> None:
     """`check_tokenizer_expressions` of parts as JSON has them."""
-    pending, growth = list(parts), 1
+    pending, growth, number = list(parts), 1, 0
     while pending:
         value = pending.pop()
         if isinstance(value, Mapping):
@@ -115,6 +121,10 @@ def _check_parts(parts: Sequence[Any], where: str) -> None:
             if isinstance(expression, str) and (len(expression) > _LONGEST or repeats(expression)):
                 shown = expression if len(expression) <= 60 else f"{expression[:59]}…"
                 raise InputError(f"{where}: its tokenizer's expression {shown!r} repeats a repeat, or is too long")
+            # Some parts add a character to every text, and copy it.
+            number += "type" in value
+            if number > _MOST_PARTS:
+                raise InputError(f"{where}: its tokenizer has more than {_MOST_PARTS} parts")
             # Each part may work on every character that an earlier one made.
             growth *= max(1, _growth(value))
             if growth > _MOST_GROWTH:
@@ -128,7 +138,7 @@ def _growth(part: Mapping[str, Any]) -> int:
     # 1) A replacement, or the longest one of a table: a trie, behind its size, then texts that end with a NUL.
     content, table = part.get("content"), part.get("precompiled_charsmap")
     if isinstance(content, str) and "pattern" in part:
-        return len(content)
+        return len(content) + _matches_nothing(part["pattern"])
     if isinstance(begin := part.get("prepend"), str):
         return len(begin)
     if isinstance(table, str):
@@ -151,6 +161,12 @@ def _growth(part: Mapping[str, Any]) -> int:
         texts_of = [count for name, count in counts.items() if not name.endswith(" tokens")]
         return max(*texts_of, tokens if tokens > _MOST_TOKENS else 1, 1)
     return _GROWTH.get(str(part.get("type")), 1)
+
+
+def _matches_nothing(pattern: Any) -> bool:
+    """Whether a pattern may match between two characters, where its replacement is put in and takes none away."""
+    text, expression = (pattern.get(kind) if isinstance(pattern, Mapping) else None for kind in ("String", "Regex"))
+    return not text and not (isinstance(expression, str) and _TAKES_A_CHARACTER.fullmatch(expression))
 
 
 def check_names(names: Sequence[str], where: str) -> None:

@@ -5,6 +5,7 @@ and makes memory for every weight that config.json asks for, whether a file has 
 """
 
 import itertools
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ TOKENIZER_FILES = (
     *("vocab.*", "merges.*", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*"),
 )
 """Patterns of the files that decide which ids a text has, and which text a conversation."""
+_ARGUMENTS = ("tokenizer_config.json", "special_tokens_map.json")
+"""Files of which transformers gives every value to the tokenizer's class, which opens some as files."""
 _ONE_FILE, _LORA = "model.safetensors", "LORA"
 _SLACK_TENSORS, _SLACK_ELEMENTS, _MOST_BUFFERS = 1024, 1 << 20, 1 << 26
 _TIED, _PACKED = 2, 16  # a tied head is counted twice while it is made; up to 16 weights share a number
@@ -81,8 +84,9 @@ def check_folder(folder: Path, where: str, runs_code: bool = False) -> None:
 
 
 def check_tokenizer_names(folder: Path, where: str) -> None:
-    """Refuse a tokenizer_config.json that names another file than tokenizer.json: no fingerprint covers what
-    transformers would read there; and links out of the folder, as a draft gets a copy of its target's tokenizer.
+    """Refuse a tokenizer_config.json or special_tokens_map.json that names a file of this disk, or another one than
+    tokenizer.json: no fingerprint covers what transformers would read there; and links out of the folder, as a draft
+    gets a copy of its target's tokenizer.
     Refuse, too, a config.json whose own class, which the tokenizer's loader makes, would take all memory.
 
     Raises FormatError."""
@@ -95,6 +99,11 @@ def check_tokenizer_names(folder: Path, where: str) -> None:
     for name in named if isinstance(named, list) else () if named is None else (named,):
         if name != "tokenizer.json":
             raise FormatError(f"{where}: tokenizer_config.json: fast_tokenizer_files {name}: must be tokenizer.json")
+    for path in (folder / name for name in _ARGUMENTS if (folder / name).is_file()):
+        for key, value in _flat(read_object(path)):
+            # pathlib raises for a text that is too long for a name.
+            if isinstance(value, str) and os.path.exists(value) and not os.path.isdir(value):  # noqa: PTH110, PTH112
+                raise FormatError(f"{where}: {path.name}: {key} {value}: names a file; leave it out")
     if (config := folder / "config.json").is_file():
         _check_loops(read_object(config), _MOST_ITEMS, where, f"must be {_MOST_ITEMS:,} at most")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from byte_level import byte_level_tokenizer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from peft.utils.other import get_pattern_key
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftforge.errors import DraftforgeError, FormatError, InputError
@@ -55,6 +55,13 @@ def test_repeated_repeats_are_found(expression: str, tmp_path: Path) -> None:
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+
+IN_BETWEEN = [
+    {"type": "Replace", "pattern": pattern, "content": "a"}
+    for pattern in ({"Regex": "(?=a)"}, {"Regex": "b*"}, {"Regex": "x|"}, {"Regex": r"a\K"}, {"String": ""})
+]
+"""Replacements whose pattern matches nothing, which take no character away."""
+CHINESE = {"type": "BertNormalizer", "clean_text": False, "handle_chinese_chars": True, "lowercase": False}
 
 
 def charsmap(text: str) -> str:
@@ -103,9 +110,15 @@ def test_a_tokenizer_that_makes_long_texts_of_short_ones_is_refused_before_it_is
                 {"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFKC"}] * 3}},
                 {"normalizer": {"type": "Precompiled", "precompiled_charsmap": charsmap("b" * 300)}},
                 {"normalizer": {"type": "Prepend", "prepend": "a" * 300}},
+                *({"normalizer": {"type": "Sequence", "normalizers": [one] * 9}} for one in (*IN_BETWEEN, CHINESE)),
+                {"decoder": {"type": "Sequence", "decoders": IN_BETWEEN[:1] * 9}},
                 {"post_processor": around([TEXT] * 300)},
                 {"post_processor": around([{"SpecialToken": {"id": "x", "type_id": 0}}] * 20 + [TEXT])},
             )
+        ),
+        (
+            {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "a"}] * 101}},
+            "its tokenizer has more than 100 parts",
         ),
         (
             {"added_tokens": [*stored["added_tokens"], token | {"content": "a" * 1500}]},
@@ -129,6 +142,19 @@ def _nested(parsed: Any, inside: bool = False) -> bool:
         if any(_nested(one, inside or unbounded) for one in below):
             return True
     return False
+
+
+@given(st.text(alphabet="ab()[]^*+?|{},12\\ds", max_size=12))
+@settings(max_examples=400)
+@example(" {2,}")
+@example(r"[\s\r]+")
+def test_replacements_add_no_more_than_they_are_counted_with(expression: str) -> None:
+    replace = {"type": "Replace", "pattern": {"Regex": expression}, "content": "a"}
+    try:
+        normalizer = normalizers.Replace(Regex(expression), "a")
+    except Exception:
+        return
+    assert len(normalizer.normalize_str("a b1")) <= 4 * expressions._growth(replace) + 1
 
 
 @given(st.text(alphabet="ab()[]*+?|{},2", max_size=12))

@@ -136,6 +136,20 @@ def test_a_tokenizer_that_no_fingerprint_covers_is_refused(folder: Path, names: 
             read()
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("inside", [lambda place: {"tokenizer_file": place}, lambda place: {"init_inputs": [place]}])
+def test_a_tokenizer_that_names_a_file_elsewhere_is_refused(
+    folder: Path, tmp_path: Path, name: str, inside: Callable[[str], Any]
+) -> None:
+    """transformers gives what stands there to the tokenizer's class, which opens it."""
+    other, path = tmp_path / "other.json", folder / name
+    other.write_text("{}")
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | inside(str(other))))
+    for read in (lambda: locate(TargetSettings(model=str(folder))), lambda: load_tokenizer(folder, "here")):
+        with pytest.raises(FormatError, match=rf"{name}: \w+ .*other\.json: names a file; leave it out$"):
+            read()
+
+
 def test_code_of_another_repository_is_refused(folder: Path) -> None:
     configured(folder, attn_implementation="someone/kernel")
     with pytest.raises(FormatError, match=r"attn_implementation someone/kernel: names code of another repository"):
