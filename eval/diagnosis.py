@@ -40,7 +40,8 @@ FALSE_ALARM = 0.01
 """Chance that any of all changes that are tried on a healthy draft seems to be better (Bonferroni)."""
 LEAST_GAIN, CLEAR_GAIN, FURTHER_GAIN, LIKELY = 0.01, 0.04, 0.08, 4
 """Least gain in tau, as a share of it: by the first LIKELY hypotheses, and by any of a draft that is below its record;
-by the others; of each fault but the first. Some changes do make a healthy draft a little better."""
+by the others, and of a second fault by the likely ones; of a second fault by the others. Some changes do make a healthy
+draft a little better."""
 _TIE = 0.005  # of tau: changes that restore as much as the best
 _FAR = (1.5, 2.0)
 """Least factor on accepted tokens a round, of a draft below its family's floor: to above the floor, and from half of it
@@ -263,7 +264,9 @@ class Search:
         for name, what, changed, order, *_ in better:
             acceptance = self.bench.measure(changed)
             gains = paired_gain(acceptance, now, 1 - 2 * FALSE_ALARM / self.changes)
-            least = FURTHER_GAIN if again else LEAST_GAIN if order < LIKELY or not self.careful else CLEAR_GAIN
+            likely = order < LIKELY
+            least = LEAST_GAIN if likely or not self.careful else CLEAR_GAIN
+            least = (CLEAR_GAIN if likely else FURTHER_GAIN) if again else least
             if gains.low > 0 and self.restores(acceptance, now, least):
                 restoring.append(Tried(name, what, changed, order, acceptance, gains))
         if not restoring:

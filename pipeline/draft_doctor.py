@@ -164,6 +164,7 @@ class Examination:
             figures = {"tau_before": now.tau.value, "tau_after": None}
             causes += [{"hypothesis": name, "what": what, **figures} for name, what in suspects]
             verdict = "fault"
+        self._evidence += [what for name, what in self._suspects if (name, what) not in suspects]
         diagnosis = Diagnosis(
             verdict=verdict,
             draft=str(self._place),

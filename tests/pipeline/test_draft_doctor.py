@@ -143,6 +143,31 @@ def test_a_matrix_of_zeros_is_named_however_much_is_accepted(
     assert found.verdict == "fault" and found.corrected is None
     (cause,) = found.causes
     assert cause["what"] == "tensor markov_head.markov_w2.weight holds 0 everywhere" and cause["tau_after"] is None
+    assert "tensor norm.weight holds 1 everywhere" in found.evidence
+
+
+@pytest.mark.slow
+def test_a_likely_fault_is_named_beside_another_one(
+    script: ModuleType, trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
+) -> None:
+    """One that costs 5 %, behind one that costs most."""
+    two = script.both(script.exchanged("k_proj", "v_proj"), script.flipped("norm_before_residual"))
+    fault = script.Fault("two", (), (), (), two)
+    place = script.planted(trained_drafts.draft_folders["eagle3"], tmp_path, fault, "vllm", answering)
+    found = examined(place, answering, answers)
+    assert [one["hypothesis"] for one in found.causes] == ["weights in another order", "norm flags"]
+
+
+@pytest.mark.slow
+def test_a_healthy_draft_of_another_target_is_said_to_be_one(
+    trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
+) -> None:
+    place = tmp_path / "head"
+    shutil.copytree(trained_drafts.draft_folders["small"], place)
+    meta = json.loads((place / "draftforge.json").read_text())
+    (place / "draftforge.json").write_text(json.dumps(meta | {"target_fingerprint": "ab" * 32}))
+    found = examined(place, answering, answers)
+    assert found.verdict == "healthy" and any("its lineage names target ababab" in one for one in found.evidence)
 
 
 @pytest.mark.slow
