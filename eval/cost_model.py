@@ -24,9 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from scipy.optimize import nnls
 
-from ..errors import InputError
+from ..errors import InputError, refused_value
 from .cost_table import PLAIN_WAY, ClosedLoop, CostTable, MeasuredPrompt, MeasuredRound, RoundCost, way_of
 from .draft_configs import DraftConfig
 
@@ -134,9 +135,11 @@ class RoundFit:
     def at(self, levels: int, batch_size: int, context: float) -> RoundCost:
         """Cost of a round at these levels, batch size and context. Unmeasured levels count as a chain of that K."""
         where = GridPoint(batch_size, levels, self.tokens_per_level.get(levels, levels + 1), context)
-        return RoundCost(
-            draft_seconds=self.draft(where), verify_seconds=self.verify(where), rest_seconds=self.rest(where)
-        )
+        parts = {"draft_seconds": self.draft, "verify_seconds": self.verify, "rest_seconds": self.rest}
+        try:
+            return RoundCost.model_validate({name: part(where) for name, part in parts.items()})
+        except ValidationError as error:
+            raise refused_value(error, f"times of rounds, fitted at batch {batch_size}: ") from None
 
 
 @dataclass(frozen=True)

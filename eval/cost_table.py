@@ -27,6 +27,8 @@ from .speedup import Gain
 
 _LEAST, _MOST = 1e-12, 1_000_000_000
 """Seconds and counts that no machine measures less or more of: a fit of others has no end."""
+_MOST_BATCH, _MOST_BYTES = 4096, 1 << 60
+"""Batch size and bytes of a fit of others: each size up to the largest is looked at."""
 COSTS_VERSION: Final = 5  # of what is measured; a new number measures everything again
 PLAIN_WAY, CHAIN_WAY = "plain", "chain"
 _CONFIG_NOISE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
@@ -133,9 +135,9 @@ class CostTable(_Record):
     """Prefill times of draftforge's own decoder; empty where times were measured at batch 1 only."""
     closed_loops: list[ClosedLoop] = []
     """Of an engine, at the load's lengths: they tell what prompts cost between the rounds of others."""
-    draft_bytes: int = Field(default=0, ge=0)
+    draft_bytes: int = Field(default=0, ge=0, le=_MOST_BYTES)
     """Weights that the draft does not share with the target."""
-    cache_bytes_per_token: float = Field(default=0.0, ge=0)
+    cache_bytes_per_token: float = Field(default=0.0, ge=0, le=_MOST_BYTES)
     """Bytes that the draft keeps of each token of each sequence: keys, values and buffers."""
     measured: str = ""
     """Day on which an engine was measured, such as 2026-11-30; empty: not noted."""
@@ -283,6 +285,8 @@ def read_tables(path: Path) -> list[CostTable]:
     if any(table.key.version != COSTS_VERSION or not (table.prompt_points or table.closed_loops) for table in tables):
         raise CorruptDataError(f"{path}: not times of version {COSTS_VERSION} that were measured over a load's grid")
     for table in tables:
+        if (largest := max(point.batch_size for point in table.points)) > _MOST_BATCH:
+            raise CorruptDataError(f"{path}: fits: batch_size {largest}: must be {_MOST_BATCH:,} at most")
         plain = {point.place for point in table.points if point.way == PLAIN_WAY}
         if alone := [point for point in table.points if point.place not in plain]:
             raise CorruptDataError(f"{path}: fits: no plain round beside the {alone[0].way} at {alone[0].place}")

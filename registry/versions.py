@@ -110,7 +110,7 @@ def register_version(
         with mlflow_errors(tracking.uri):
             _ensure_model(tracking, name, lineage)
         same = same_content(tracking, name, lineage.content)
-        version = next((known for known in same if missing_file(tracking, known) is None), None)
+        version = next((known for known in same if _holds_files(tracking, known)), None)
         if version is None:
             if same:
                 say(f"{same[-1].reference}: its files are gone from the registry: the draft is registered again")
@@ -159,9 +159,33 @@ def registered_draft(tracking: Tracking, target_fingerprint: str, files: Mapping
 
 
 def _tagged(tracking: Tracking, name: str, tag: str, value: str) -> list[Version]:
+    """Versions with a tag of their files' digest, oldest first. What others gave the tag is said, and left out."""
     with mlflow_errors(tracking.uri):
         found = tracking.client.search_model_versions(f"name = '{name}' and tags.`{tag}` = '{value}'")
-    return sorted((as_version(record) for record in found), key=lambda version: version.number)
+    versions: list[Version] = []
+    for record in found:
+        try:
+            version = as_version(record)
+        except RegistryError as error:
+            say(f"{error}; it does not count")
+            continue
+        if {CONTENT_TAG: version.lineage.content, DRAFT_TAG: version.lineage.draft}[tag] == value:
+            versions.append(version)
+        else:
+            say(f"{version.reference}: its tag {tag} is not that of its files; it does not count")
+    return sorted(versions, key=lambda version: version.number)
+
+
+def _holds_files(tracking: Tracking, version: Version) -> bool:
+    """Whether the store has every file of a version; what lies outside the store is said, and is not there.
+
+    Raises TrackingError where the store does not answer.
+    """
+    try:
+        return missing_file(tracking, version) is None
+    except RegistryError as error:
+        say(f"{version.reference}: {error}; it does not count")
+        return False
 
 
 def missing_file(tracking: Tracking, version: Version) -> str | None:

@@ -282,6 +282,23 @@ def test_times_of_another_machine_are_checked(name: str, value: object, tmp_path
         cost_table.read_tables(path)
 
 
+def test_a_batch_size_that_no_engine_has_is_refused(tmp_path: Path) -> None:
+    """Break-even and policies look at every batch size up to the largest."""
+    path = tmp_path / "times.json"
+    cost_table.write_tables(path, [CHEAP])
+    path.write_text(path.read_text().replace('"batch_size": 64,', '"batch_size": 999999999,'))
+    with pytest.raises(CorruptDataError, match=r"times\.json: fits: batch_size 999999999: must be 4,096 at most"):
+        cost_table.read_tables(path)
+
+
+def test_a_fit_that_leaves_the_limits_of_times_is_one_line() -> None:
+    table = loads.grid_table(lambda B, L, N, C: 1e9 if B > 16 else 0.0)
+    with pytest.raises(
+        InputError, match=r"^times of rounds, fitted at batch 64: draft_seconds = \d.*: input should be "
+    ):
+        CostFit(table).round(DraftConfig(4), 64, 1024)
+
+
 def test_a_tree_has_times_of_its_own() -> None:
     fit = CostFit(loads.grid_table(lambda B, L, N, C: 1e-3 * L, trees={"wide": (2, 20)}))
     assert fit.round(DraftConfig(2, "wide"), 8, 512).verify_seconds == pytest.approx(

@@ -93,6 +93,28 @@ def test_a_draft_whose_files_are_gone_is_registered_again(
     assert register("one") == again
 
 
+def test_versions_of_others_with_the_same_tags_bar_no_registration(
+    tracking: Tracking, register: Register, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = register("one")
+    lineage, mine = (
+        first.lineage,
+        {versions.CONTENT_TAG: first.lineage.content, versions.DRAFT_TAG: first.lineage.draft},
+    )
+    other = lineage.model_copy(update={"files": {"config.json": "0" * 64}})
+    for tags in ({}, {LINEAGE_TAG: "{}"}, *({LINEAGE_TAG: one.model_dump_json()} for one in (other, lineage))):
+        tracking.client.create_model_version(first.name, f"file://{tmp_path}/place", tags=mine | tags)
+    assert register("one") == first
+    assert versions.registered_draft(tracking, TARGET, lineage.files) is not None
+    said = " ".join(capsys.readouterr().err.split())
+    for words in ("/2: has no tag", "/3: tag", "/4: its tag draftforge.content is not that of its files"):
+        assert f"{first.name}{words}" in said
+    # The last one says the very files, and lies outside the store.
+    shutil.rmtree(stored(first))
+    assert register("one").number == 6
+    assert "/5: file://" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_store_that_does_not_answer_registers_nothing(
     tracking: Tracking, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
