@@ -17,10 +17,12 @@ import requests
 from ...errors import DraftforgeError, EngineError, InputError, one_line
 from ...http_replies import BearerAuth, UnusableError, bounded_session, no_reply_reason, read_body
 from ...storage import parse_json
+from ..read_limits import json_within
 
 T = TypeVar("T")
 FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 0.5, 30.0
 _CONNECT_SECONDS = 10.0
+_MOST_ERROR_BYTES = 1 << 20
 _LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _RETRYABLE = frozenset({408, 425, 429, 500, 502, 503, 504})
 
@@ -55,6 +57,7 @@ class JsonServer:
         self._here = urlsplit(url).hostname in _LOOPBACK
         self._local = threading.local()
         self._closed = threading.Event()
+        self._reading = threading.Lock()
 
     def close(self) -> None:
         """End waits between tries; nothing is tried again."""
@@ -66,11 +69,11 @@ class JsonServer:
         `read` raises UnusableError, KeyError, TypeError or ValueError for a useless reply. Raises EngineError after the
         last try, RefusedError for a 4xx.
         """
-        return self._request("GET", path, None, lambda content: read(parse_json(content)))
+        return self._request("GET", path, None, lambda content: read(json_within(content.decode())))
 
     def post(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
         """Request a path with a body; see `get`."""
-        return self._request("POST", path, body, lambda content: read(parse_json(content)))
+        return self._request("POST", path, body, lambda content: read(json_within(content.decode())))
 
     def get_text(self, path: str) -> str:
         """Request a path whose reply is text (UTF-8), not JSON; see `get`."""
@@ -117,9 +120,10 @@ class JsonServer:
         if status != 200:
             raise RefusedError(f"{self.name}{path}: status {status}{_error_message(content)}", status)
 
-        # 3) Its content.
+        # 3) Its content, of one reply at a time: as objects it takes many times its bytes.
         try:
-            return read(content)
+            with self._reading:
+                return read(content)
         # An error of ours is a verdict of `read` (such as a setting to change); only malformed replies are tried again.
         except DraftforgeError:
             raise
@@ -149,7 +153,9 @@ def key_in(variable: str | None, field: str) -> str | None:
 
 
 def _error_message(content: bytes) -> str:
-    """The message of the server's error, in brackets, if it gives one."""
+    """The message of the server's error, in brackets, if it gives one that is not far too long."""
+    if len(content) > _MOST_ERROR_BYTES:
+        return ""
     try:
         error = parse_json(content)
         error = error.get("error", error)

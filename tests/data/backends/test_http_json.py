@@ -13,6 +13,7 @@ import requests
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from draftforge.data import read_limits
 from draftforge.data.backends.http_json import JsonServer, key_in
 from draftforge.errors import EngineError, InputError
 from draftforge.http_replies import BoundedAdapter, bounded_session, extend_time, read_body
@@ -66,6 +67,31 @@ def test_a_reply_within_the_limits_is_read(serve: Serve) -> None:
     packed = gzip.compress(b'{"a": [1, 2]}')
     headers = {"Content-Encoding": "gzip", "Content-Length": str(len(packed))}
     assert asked(serve(lambda handler: handler.wfile.write(packed), headers)) == {"a": [1, 2]}
+
+
+def test_a_reply_of_many_objects_is_no_answer(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_limits, "MOST_CONTAINERS", 10)
+    url = serve(lambda handler: handler.wfile.write(b"[[],[],[],[],[],[],[],[],[],[]]"), {"Connection": "close"})
+    with pytest.raises(EngineError, match="has more than 10 objects and lists"):
+        asked(url)
+
+
+def test_one_reply_at_a_time_is_made_into_objects(serve: Serve) -> None:
+    url = serve(lambda handler: handler.wfile.write(b"[]"), {"Content-Length": "2"})
+    server, both = JsonServer("capture.backend.url", url, None, 60.0, 0, 1000), threading.Barrier(2)
+    met: list[bool] = []
+
+    def read(reply: Any) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.3)
+            met.append(True)
+
+    threads = [threading.Thread(target=server.get, args=("/x", read)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not met
 
 
 def endless(handler: BaseHTTPRequestHandler) -> None:
