@@ -538,19 +538,24 @@ def _with_json(value: Any, places: Any) -> Any:
     return [_with_json(item, places[0]) for item in value] if isinstance(places, list) else json_within(value)
 
 
+_PRINTED = re.compile(r"true|false|null|-?\d+(?:\.\d+)?|\[.*\]|\{.*\}", re.IGNORECASE | re.DOTALL)
+"""A flag, a number, a list or an object as text."""
 _OF_NAMED = ("parameters", "input_schema", "inputSchema", "arguments", "args")
 
 
 def _has_objects_in_columns(row: Any) -> bool:
     """Whether a row of a table has objects in columns that a template prints as they were sent: schemas of tools,
-    arguments of calls, documents, and what is inside of template arguments. Columns have one order for all rows, and
-    tell no null from an absent field."""
+    arguments of calls, documents, and what is inside of template arguments; or flags and numbers among these as text,
+    which a map of texts makes of them. Columns have one order for all rows, and tell no null from an absent field."""
     if isinstance(row, list):
         return any(map(_has_objects_in_columns, row))
     if not isinstance(row, dict):
         return False
     arguments = row.get("chat_template_kwargs")
-    inside = [row.get("documents"), *(arguments.values() if isinstance(arguments, dict) else ())]
+    values = arguments.values() if isinstance(arguments, dict) else ()
+    if any(isinstance(value, str) and _PRINTED.fullmatch(value.strip()) for value in values):
+        return True
+    inside = [row.get("documents"), *values]
     inside += [row.get(name) for name in _OF_NAMED] if "name" in row else []
     inside += [row.get("input")] if row.get("type") == "tool_use" else []
     return any(map(_holds_object, inside)) or any(map(_has_objects_in_columns, row.values()))

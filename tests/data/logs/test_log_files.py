@@ -425,6 +425,26 @@ def test_objects_in_columns_of_a_table_have_lost_their_order(tmp_path: Path, fie
         assert "objects in columns of a table" not in read_log(tmp_path / "texts.parquet", kind).counts.left_out
 
 
+@pytest.mark.parametrize(
+    "value, kept",
+    [
+        *[("false", False), ("True ", False), ("5", False), ("0.5", False), ('["a"]', False), ('{"a": 1}', False)],
+        *[("none", True), ("high", True), ("2024-07-26", True), ("26 Jul 2024", True), ("[Be nice] and brief", True)],
+    ],
+)
+def test_template_arguments_in_a_map_of_texts_have_lost_their_types(tmp_path: Path, value: str, kept: bool) -> None:
+    """Spark writes objects as maps, of one type: a flag `false` becomes a text, which a template takes for true."""
+    schema = pa.schema([("messages", pa.string()), ("chat_template_kwargs", pa.map_(pa.string(), pa.string()))])
+    rows = [
+        {"messages": '[{"role": "user", "content": "Hi"}]', "chat_template_kwargs": [("thinking", one)]}
+        for one in (value, "on")
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "map.parquet")
+    found = read_log(tmp_path / "map.parquet", "messages")
+    assert found.counts.left_out == ({} if kept else {"objects in columns of a table": 1})
+    assert found.counts.taken == 1 + kept
+
+
 def test_columns_of_json_hold_values(tmp_path: Path) -> None:
     """Their order and nulls are as they were, so that a template may be shown them."""
     tool = {"type": "function", "function": {"name": "look", "parameters": SCHEMA}}
