@@ -40,6 +40,7 @@ from .read_limits import (
     json_within,
     memory_within,
     rows_within,
+    values_bytes,
 )
 
 _UNPACKING = (EOFError, OSError, zlib.error, lzma.LZMAError)
@@ -467,7 +468,7 @@ def _checked_row(row: dict[Any, Any], where: str) -> dict[str, str]:
 
 
 def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
-    number = 0
+    number = unpacked = 0
     try:
         with memory_within(file.path, file.limits):
             found = pq.ParquetFile(file.stream).metadata
@@ -489,6 +490,10 @@ def _parquet_rows(file: _Open, column: str | None) -> Iterator[Item]:
                 batch = next(batches, None)
             if batch is None:
                 break
+            # Its metadata count a text once that every row repeats.
+            unpacked += values_bytes(batch.columns)
+            if unpacked > file.limits.unpacked_bytes:
+                raise TooLargeError(f"{file.path}: unpacks to more than read_limits.unpacked_gigabytes allows")
             for row in rows_within(batch, file.limits.line_bytes):
                 number += 1
                 place = f"{file.path}: row {number}"

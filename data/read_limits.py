@@ -122,21 +122,21 @@ def check_table_size(path: Path, found: pq.FileMetaData, limits: Limits) -> None
 def rows_within(batch: pa.RecordBatch, longest: int) -> Iterator[dict[str, Any] | int | None]:
     """Yield the rows of a batch; of one that is too large its size, as far as it can be told without making it; None
     for one whose text is not valid UTF-8."""
-    if _values_bytes(batch.columns) <= longest:
+    if values_bytes(batch.columns) <= longest:
         with suppress(UnicodeDecodeError):
             rows = batch.to_pylist(maps_as_pydicts="lossy")
             yield from rows
             return
     for number in range(len(batch)):
         row = batch.slice(number, 1)
-        size = _values_bytes(row.columns)
+        size = values_bytes(row.columns)
         try:
             yield row.to_pylist(maps_as_pydicts="lossy")[0] if size <= longest else size
         except UnicodeDecodeError:
             yield None
 
 
-def _values_bytes(arrays: Sequence[pa.Array]) -> int:
+def values_bytes(arrays: Sequence[pa.Array]) -> int:
     """Bytes of the values of some arrays, once each has its own: texts count each time that they are named."""
     size = 0
     for array in arrays:
@@ -144,12 +144,12 @@ def _values_bytes(arrays: Sequence[pa.Array]) -> int:
             lengths = pc.take(pc.binary_length(array.dictionary), array.indices)
             size += int(pc.sum(lengths).as_py() or 0) + 8 * len(array)
         elif pa.types.is_struct(array.type):
-            size += _values_bytes(array.flatten())
+            size += values_bytes(array.flatten())
         elif pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
-            size += _values_bytes([array.flatten()]) + 8 * len(array)
+            size += values_bytes([array.flatten()]) + 8 * len(array)
         elif pa.types.is_map(array.type):
             start, stop = array.offsets[0].as_py(), array.offsets[-1].as_py()
-            size += _values_bytes([array.values.slice(start, stop - start)]) + 8 * len(array)
+            size += values_bytes([array.values.slice(start, stop - start)]) + 8 * len(array)
         else:
             size += int(array.nbytes)
     return size

@@ -114,6 +114,17 @@ def test_a_parquet_file_is_read_by_what_it_says_and_row_by_row(tmp_path: Path) -
         assert only.endswith("more than read_limits.unpacked_gigabytes allows; the rest of the file is not read")
 
 
+def test_a_text_that_all_rows_of_a_table_repeat_counts_with_each(tmp_path: Path) -> None:
+    path, size = tmp_path / "x.parquet", SMALL.unpacked_bytes // 600
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int32()), pa.array(["x" * size]))
+    for table in ({"a": texts}, {"a": pa.ListArray.from_arrays(pa.array(range(2001), pa.int32()), texts)}):
+        pq.write_table(pa.table(table), path)
+        *read, last = outcomes(path)
+        assert 0 < len(read) <= 600 and last == (
+            f"{path}: unpacks to more than read_limits.unpacked_gigabytes allows; the rest of the file is not read"
+        )
+
+
 def test_a_parquet_row_whose_text_is_none_is_one_error(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     offsets, data = pa.py_buffer(np.array([0, 1, 2, 3], np.int32)), pa.py_buffer(b"a\xffc")
