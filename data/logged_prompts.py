@@ -10,9 +10,10 @@ counter has the target's tokenizer, an even sample of its prompts tells.
 import hashlib
 import itertools
 import math
+import re
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
@@ -25,6 +26,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from ..errors import InputError
 from .chat_template import chat_template_for, ids_of_prompt, turn_ids, turn_prompt
 from .conversation import (
+    NO_ARGUMENTS,
     NO_HISTORY,
     NO_SYSTEM_PROMPT,
     NO_TOOLS,
@@ -53,6 +55,7 @@ _LACKING = {
     NO_HISTORY: "Langfuse's client does not log which response a request continues, or its stored prompt",
     NO_TOOLS: "not every logger that writes to Langfuse logs the tools beside messages with calls",
     NOT_ALL: "instrumentations other than Langfuse's own log a part of what was sent",
+    NO_ARGUMENTS: "Langfuse's clients log no `chat_template_kwargs`, by which the target's template may think or not",
 }
 """What a log may lack, by the end of its counter's name."""
 _SAMPLED = 256  # prompts of a counter that tell whose tokens it counts
@@ -60,6 +63,8 @@ _TRIED = 64  # prompts with another number of tokens that settings are tried on
 _MOST_KEPT = 8  # numbers and hashes of one prompt
 _MOST_NAMED = 3
 _EFFORTS = ("none", "low", "medium", "high")
+_SWITCHES = re.compile(r"think|effort|^reasoning$")
+"""Template arguments that switch reasoning."""
 _SPECIAL_TOKENS = "add_special_tokens: true"
 """What `/v1/completions` has by default: a prompt that a client rendered begins with two BOS tokens."""
 _DIGEST_BYTES = 16
@@ -204,6 +209,7 @@ class PromptCheck:
         """
         self._tokenizer = tokenizer
         self._own_code, self._ask_unproven = rendered_by_vllm, ask_unproven
+        self._switches = _switches(tokenizer)
         self._last: tuple[str, _Checked] | None = None
         self._sampled = {name: self._sample(name, some) for name, some in _by_counter(conversations).items()}
         self._found = {name: _Comparison() for name in self._sampled}
@@ -325,12 +331,18 @@ class PromptCheck:
         if logged is None or self._told(logged):
             return own_code
         shown = bool(logged.served) and not self._ask_unproven
-        return own_code or shown or self._may_lack_a_part(logged.counts)
+        return own_code or shown or self._may_lack_a_part(conversation, logged.counts)
 
-    def _may_lack_a_part(self, counts: Sequence[PromptCount]) -> bool:
+    def _may_lack_a_part(self, conversation: Conversation, counts: Sequence[PromptCount]) -> bool:
         """Whether the log of each request of a prompt may lack a part of it, as a system prompt, messages or tools."""
-        lacking = bool(counts) and all(one.counter.endswith(tuple(_LACKING)) for one in counts)
+        lacking = bool(counts) and all(self._lacking(one.counter, conversation.template_args) for one in counts)
         return lacking and not self._ask_unproven
+
+    def _lacking(self, counter: str, given: Collection[str] = ()) -> str:
+        """What a log of a counter may lack; empty: nothing, as where the template has no switch that requests with
+        these template arguments do not set."""
+        end, what = next(((end, what) for end, what in _LACKING.items() if counter.endswith(end)), ("", ""))
+        return "" if end == NO_ARGUMENTS and (not self._switches or self._switches.intersection(given)) else what
 
     def _counts_our_tokens(self, counter: str) -> bool:
         """Whether at least half of a counter's sampled prompts have the logged number of tokens, as they are or under
@@ -374,7 +386,7 @@ class PromptCheck:
         title, sampled = f"prompt tokens of {name}", self._sampled[name]
         why = "not compared, as something in them was redacted or nobody counted it"
         more = f"; {found.redacted:,} {why}" if found.redacted else ""
-        if lacking := next((what for end, what in _LACKING.items() if name.endswith(end)), ""):
+        if lacking := self._lacking(name):
             more += f"; {lacking}"
             more += (
                 ""
@@ -389,7 +401,8 @@ class PromptCheck:
                 f"where the log lacks a part of every prompt{more}"
             )
         if not found.compared:
-            return f"{title}: none compared{more}" if more else ""
+            unknown = name.endswith(NO_ARGUMENTS) and not lacking
+            return f"{title}: none compared{more}" if more and not unknown else ""
         if not found.differ:
             return f"{title}: all {found.compared:,} requests have the logged number{more}"
         for setting, number in sampled.restored.most_common(_MOST_NAMED):
@@ -449,6 +462,13 @@ def _settings(
             arguments = implied | conversation.template_args | {name: value}
             changed = conversation.model_copy(update={"template_args": arguments})
             yield f"{name}: {str(value).lower()}", (changed, turn)
+
+
+def _switches(tokenizer: Any) -> set[str]:
+    """Template arguments by which a target reasons or not, of any of its templates."""
+    some: tuple[list[dict[str, Any]] | None, ...] = (None, [{}])
+    found = {chat_template_for(tokenizer, tools) for tools in some}
+    return {name for template in found for name in _arguments(template) if _SWITCHES.search(name)}
 
 
 @lru_cache(maxsize=32)

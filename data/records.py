@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from ..storage import utf8
 from .conversation import (
+    NO_ARGUMENTS,
     NO_HISTORY,
     NO_SYSTEM_PROMPT,
     NO_TOOLS,
@@ -30,6 +31,7 @@ from .conversation import (
 )
 from .domain_rules import domain_by_rule
 from .logs.chat import (
+    ARGUMENTS_UNKNOWN,
     HISTORY_UNKNOWN,
     MOST_TOKENS,
     PARTS_UNKNOWN,
@@ -65,7 +67,7 @@ from .sharegpt import SHAREGPT_ROLES, refuse_media, refuse_what_stands_beside, s
 _ID_DIGITS = 24
 _LACKING = {
     **{HISTORY_UNKNOWN: NO_HISTORY, SYSTEM_UNKNOWN: NO_SYSTEM_PROMPT},
-    **{TOOLS_UNKNOWN: NO_TOOLS, PARTS_UNKNOWN: NOT_ALL},
+    **{TOOLS_UNKNOWN: NO_TOOLS, PARTS_UNKNOWN: NOT_ALL, ARGUMENTS_UNKNOWN: NO_ARGUMENTS},
 }
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
 _OTHER_ROLES = frozenset((*SHAREGPT_ROLES, "ai", "bot"))

@@ -32,6 +32,7 @@ Reason = Literal[
     "another request beside it",
     "system prompt that the log may lack",
     "earlier messages that the log may lack",
+    "answer at the end of its messages",
     "logged twice",
     "several requests of one id at once",
     "Messages API of SGLang",
@@ -53,9 +54,9 @@ Reason = Literal[
 
 
 SYSTEM_UNKNOWN, HISTORY_UNKNOWN, TOOLS_UNKNOWN = "system_prompt_unknown", "history_unknown", "tools_unknown"
-PARTS_UNKNOWN = "parts_unknown"
-"""Fields of a line whose request may have had a system prompt, earlier messages, tools, or anything that is not
-logged."""
+PARTS_UNKNOWN, ARGUMENTS_UNKNOWN = "parts_unknown", "arguments_unknown"
+"""Fields of a line whose request may have had a system prompt, earlier messages, tools, anything, or template arguments
+that are not logged."""
 RESPONSES = ("response", "response_body", "responseBody")
 """Names under which proxies log a response."""
 

@@ -13,6 +13,7 @@ from ...errors import InputError
 from ..read_limits import json_within
 from . import anthropic
 from .chat import (
+    ARGUMENTS_UNKNOWN,
     HISTORY_UNKNOWN,
     PARTS_UNKNOWN,
     TOOLS_UNKNOWN,
@@ -35,6 +36,13 @@ from .response import answer_of, is_of_messages_api
 
 _GENERATION = "GENERATION"
 _CUT, _MEDIA = "<truncated due to size exceeding limit", "@@@langfuseMedia:"
+_NO_MEDIA = "<Upload handling failed for LangfuseMedia"
+_TOO_DEEP = ("<dict>", "<list>", "<tuple>")
+"""What Langfuse's clients write in place of a text that begins with `data:` and is no file, and of objects and lists
+inside twenty others."""
+_LONG_NUMBER = re.compile(r"-?\d{16,}")
+_MOST_EXACT = 1 << 53
+"""Whole numbers from here on Langfuse's client for Python writes as texts."""
 _ANSWER_FIELDS = {"role", "content", "tool_calls"}
 _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
@@ -98,8 +106,13 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         unknown = HISTORY_UNKNOWN
     elif reason is None and _lacks_tools(request, given, answer):
         unknown = TOOLS_UNKNOWN
-    if reason is None and unknown in _UNCOUNTED and not timing.prompt_tokens:
-        reason = _UNCOUNTED[unknown]
+    # None of Langfuse's own logs an `extra_body`; some hold lists as they were a while after they were sent.
+    if reason is None and not timing.prompt_tokens:
+        if unknown in _UNCOUNTED:
+            reason = _UNCOUNTED[unknown]
+        elif unknown is None and _ends_with_an_answer(request, answer):
+            reason = "answer at the end of its messages"
+        unknown = unknown or ARGUMENTS_UNKNOWN
     line = labels(metadata, value) | ({} if unknown is None else {unknown: True})
     thread = _either(value, "session_id") or _either(value, "trace_id")
     if thread:
@@ -108,6 +121,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     # 4) The messages and the answer, where they are text.
     if reason is None and (mark := _replaced(request["messages"])):
         reason = "text cut by the log" if mark == _CUT else "message part that is not text"
+    if reason is None and _are_rewritten(request.get("tools")):
+        reason = "text cut by the log"
     if reason is None and settings_beside(request, given, value, parameters):
         reason = "settings beside the request"
 
@@ -203,9 +218,30 @@ def _lacks_tools(request: Mapping[str, Any], given: Any, answer: Any) -> bool:
 def _replaced(value: Any) -> str | None:
     """The mark that a client library of Langfuse wrote in place of a text, or inside it in place of a file; None."""
     if isinstance(value, str):
-        return _CUT if value.startswith(_CUT) else _MEDIA if _MEDIA in value else None
+        return _CUT if value.startswith((_CUT, _NO_MEDIA)) else _MEDIA if _MEDIA in value else None
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return next(filter(None, map(_replaced, inner)), None)
+
+
+def _are_rewritten(tools: Any) -> bool:
+    """Whether definitions of tools hold what a client library of Langfuse wrote in place of something else."""
+    if isinstance(tools, str):
+        number = _LONG_NUMBER.fullmatch(tools) is not None and abs(int(tools)) >= _MOST_EXACT
+        return number or tools in _TOO_DEEP or _replaced(tools) is not None
+    inner = tools.values() if isinstance(tools, Mapping) else tools if isinstance(tools, list) else ()
+    return any(map(_are_rewritten, inner))
+
+
+def _ends_with_an_answer(request: Mapping[str, Any], answer: Any) -> bool:
+    """Whether a request's last message is an assistant's, and not its own answer: a prefill, which an `extra_body` may
+    continue, or what was put into the list behind a later request."""
+    last = request["messages"][-1]
+    return last.get("role") == "assistant" and len(as_sent([request], answer)) == 1
+
+
+def _is_not_given(tools: Any) -> bool:
+    """Whether tools are what Langfuse's client for Python writes of OpenAI's `NOT_GIVEN` and `omit`."""
+    return isinstance(tools, Mapping) and tools.keys() <= {"__module__"}
 
 
 def _is_error(output: Any) -> bool:
@@ -228,6 +264,8 @@ def _request(
     if "messages" not in body and "role" in body:
         body = {"messages": [body]}
     body = {name: system_prompt(item) if name == "system" else decoded(item) for name, item in body.items()}
+    if _is_not_given(body.get("tools")):
+        del body["tools"]
     stands = read_otherwise(body)
     bodies = [body_of(body)] if stands is None else [body_of(body), stands]
 

@@ -202,7 +202,7 @@ def test_requests_of_the_responses_api_are_asked_where_the_number_of_tokens_show
 
     def read(*lines: str) -> tuple[Json, dict[str, bool]]:
         write_lines(tmp_path / "log.jsonl", *lines)
-        source = {"kind": "langfuse", "path": "log.jsonl", "domain": "d"}
+        source = {"kind": "langfuse", "path": "log.jsonl", "domain": "d", "template_args": {"enable_thinking": True}}
         folder = tmp_path / str(len(lines))
         build_mix(MixSettings.model_validate({"sources": [source], "near_threshold": 1.0}), tmp_path, folder)
         mix = load_mix(folder)
@@ -473,7 +473,7 @@ def test_a_request_that_holds_its_own_answer_may_have_been_sent_without_it(
             }[kind]
         )
     write_lines(tmp_path / "a.jsonl", *map(json.dumps, lines))
-    source = {"kind": kind, "path": "a.jsonl", "domain": "d"}
+    source = {"kind": kind, "path": "a.jsonl", "domain": "d", "template_args": {"enable_thinking": True}}
     fill = {"kind": "prompts", "path": "fill.txt", "domain": "d"}
     write_lines(tmp_path / "fill.txt", *(f"word{i} word{i * 7} word{i * 13}" for i in range(60)))
     build_mix(
@@ -481,7 +481,9 @@ def test_a_request_that_holds_its_own_answer_may_have_been_sent_without_it(
     )
     mix = {one.messages[0].text: one for one in load_mix(tmp_path / "mix")}
     check, found = PromptCheck(tokenizer, list(mix.values())), {}
-    for name, *_ in requests:
+    # Langfuse's client for JavaScript may have written what was put behind a later request.
+    assert ("other" in mix) == (kind != "langfuse")
+    for name in (name for name, *_ in requests if name in mix):
         *_, last = turns(mix[name])
         found[name] = check.refusal(mix[name], last.index) or check.ids(mix[name], last)
     texts = {name: tokenizer.decode(ids) if isinstance(ids, list) else ids for name, ids in found.items()}
@@ -490,7 +492,7 @@ def test_a_request_that_holds_its_own_answer_may_have_been_sent_without_it(
         "whole": "<user>whole<assistant>Fine.<new>",
         "untold": EITHER_WAY,
         "called": "<user>called<new>",
-        "other": "<user>other<assistant>Good.<new>",
+        **({"other": "<user>other<assistant>Good.<new>"} if kind != "langfuse" else {}),
         "earlier": "<user>earlier<assistant>Fine.<user>And now?<new>",
     }
 

@@ -9,7 +9,7 @@ from byte_level import byte_level_tokenizer
 from log_reading import read_log, write_lines
 
 from draftforge.data.chat_template import render
-from draftforge.data.conversation import NOT_ALL, Conversation, Message, turns
+from draftforge.data.conversation import NO_ARGUMENTS, NOT_ALL, Conversation, Message, turns
 from draftforge.data.logged_prompts import OTHER_COUNT, UNPROVEN, PromptCheck
 from draftforge.data.mix import build_mix, load_mix
 from draftforge.data.settings import MixSettings
@@ -59,7 +59,8 @@ def test_who_logged_it_stands_in_the_name_of_the_counter(tmp_path: Path, fields:
     lines = [observed("Hi", tokens, model="m", **fields) for tokens in (9, 0, None)]
     records = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse").records
     name = "langfuse, model m"
-    assert [one.counter for one in records] == ([name + NOT_ALL] * 3 if fields in OTHERS else [name, None, None])
+    own = [name, name + NO_ARGUMENTS, name + NO_ARGUMENTS]
+    assert [one.counter for one in records] == ([name + NOT_ALL] * 3 if fields in OTHERS else own)
 
 
 def test_they_are_asked_where_the_number_of_tokens_shows_the_served_prompt(tmp_path: Path) -> None:
@@ -111,3 +112,37 @@ def test_a_prompt_that_another_log_counts_needs_no_number_of_theirs(tmp_path: Pa
     build_mix(MixSettings.model_validate({"sources": [source]}), tmp_path, tmp_path / "mix")
     (one,) = (one for one in load_mix(tmp_path / "mix") if one.messages[0].text == "Hi")
     assert PromptCheck(tokenizer, [one]).refusal(one, 0) is None
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking", "reasoning_effort", "reasoning", ""])
+def test_what_nobody_counted_is_not_asked_where_the_template_may_switch_reasoning(tmp_path: Path, switch: str) -> None:
+    """Langfuse's own clients log no `chat_template_kwargs`, and streams often tell no number of tokens."""
+    tokenizer = byte_level_tokenizer(["Hi there"], 262)
+    plain = TEMPLATE.replace("<new>", "{% if date_string %}{{ date_string }}{% endif %}<new>")
+    switched = f"{{% if {switch} is defined %}}{{{{ {switch} }}}}{{% endif %}}"
+    tokenizer.chat_template = plain + (switched if switch else "")
+    tokens = len(render(tokenizer, [Message(role="user", content="counted")]))
+    lines = [observed("counted", tokens), observed("uncounted", None)]
+    told = [observed("told", None, model_parameters={"reasoning_effort": "low"})]
+    fill = [observed(f"word{i} word{i * 7} word{i * 13}", None) for i in range(60)]
+    write_lines(tmp_path / "log.jsonl", *lines, *told, *fill)
+
+    def asked(name: str, args: dict[str, str], ask_unproven: bool = False) -> tuple[list[str], list[str]]:
+        source = {"kind": "langfuse", "path": "log.jsonl", "domain": "d", "template_args": args}
+        settings = MixSettings.model_validate({"sources": [source], "near_threshold": 1.0})
+        build_mix(settings, tmp_path, tmp_path / name)
+        mix = load_mix(tmp_path / name)
+        check = PromptCheck(tokenizer, mix, ask_unproven=ask_unproven)
+        found = {one.messages[0].text: check.refusal(one, 0) for one in mix}
+        assert set(found.values()) <= {None, UNPROVEN}
+        texts = ("counted", "uncounted", "told")
+        return [text for text in texts if found[text] is None], check.lines()
+
+    shown, lines = asked("mix", {})
+    of_own = ["told"] if switch in ("reasoning_effort", "enable_thinking") else []
+    assert shown == (["counted", *of_own] if switch else ["counted", "uncounted", "told"])
+    assert any("log no `chat_template_kwargs`" in line for line in lines) == bool(switch)
+    assert len(lines) == (2 if switch else 1)
+    assert asked("open", {}, ask_unproven=True)[0] == ["counted", "uncounted", "told"]
+    if switch:
+        assert "uncounted" in asked("set", {switch: "low"})[0]

@@ -114,8 +114,16 @@ def test_langfuse_answers(tmp_path: Path, output: Any, answer: str | None) -> No
 
 
 ASK = [{"role": "user", "content": 'It\'s "so"?\n'}]
-FUNCTION = {"type": "function", "function": {"name": "clock", "description": None, "parameters": {"type": "object"}}}
+FUNCTION: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "clock", "description": None, "parameters": {"type": "object"}},
+}
 SAID = {"role": "assistant", "content": "Once"}
+_CUT = "text cut by the log"
+
+
+def with_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {**FUNCTION["function"], "parameters": {"type": "object", **schema}}}
 
 
 @pytest.mark.parametrize(
@@ -353,6 +361,33 @@ def test_langfuse_parameters_of_the_ai_sdk(tmp_path: Path) -> None:
             "text cut by the log",
         ),
         ({"input": [{"role": "user", "content": "See @@@langfuseMedia:id=1@@@"}]}, "message part that is not text"),
+        # What its clients write of a text that begins with `data:`, of a number past 2⁵³ and inside twenty objects.
+        *(
+            (
+                {"input": [{"role": "user", "content": f"<Upload handling failed for LangfuseMedia of type {kind}>"}]},
+                _CUT,
+            )
+            for kind in ("None", "undefined")
+        ),
+        *(
+            ({"input": {"messages": ASK, "tools": [with_schema(one)]}}, reason)
+            for one, reason in (
+                ({"maximum": "9223372036854775807"}, _CUT),
+                ({"minimum": "-9007199254740993"}, _CUT),
+                ({"enum": ["9007199254740991", 9223372036854775807, "0", "<a>"]}, None),
+                ({"properties": {"a": "<dict>"}}, _CUT),
+                ({"properties": {"a": {"enum": "<list>"}}}, _CUT),
+                ({"description": "@@@langfuseMedia:type=a/b|id=1|source=bytes@@@"}, _CUT),
+            )
+        ),
+        # What its client for Python writes of OpenAI's `NOT_GIVEN`.
+        ({"input": {"messages": ASK, "tools": {"__module__": "openai"}}}, None),
+        ({"input": {"messages": ASK, "tools": {}}}, None),
+        # A prefill, or what that for JavaScript wrote of a list that grew meanwhile; the number of tokens tells.
+        ({"input": [*ASK, SAID]}, "answer at the end of its messages"),
+        ({"input": {"messages": [*ASK, SAID]}, "output": "Twice"}, "answer at the end of its messages"),
+        ({"input": [*ASK, SAID], "output": "Once"}, None),
+        ({"input": [*ASK, SAID], "usage_details": {"input": 9}}, None),
         ({"input": ASK, "level": "error"}, "failed request"),
         ({"input": ASK, "output": {"error": {"message": "no"}}}, "failed request"),
         ({"input": ASK, "output": json.dumps({"object": "error", "message": "no"})}, "failed request"),
