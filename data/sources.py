@@ -21,7 +21,7 @@ from . import file_search, files
 from .concurrency import Traffic
 from .logs.chat import Entry, JoinedLines, LogReader
 from .logs.readers import FORMATS
-from .read_limits import Limits
+from .read_limits import Limits, memory_within
 from .record_outcomes import COPY, OVER_LIMIT, UNFINISHED, Outcome, SourceCounts, Unit, name_of, outcomes_of, read_item
 from .records import DEFAULT_COLUMNS, Record
 from .settings import DatasetSource, FileKind, FileSource, MixSettings, Shape, Source, TargetSource
@@ -280,7 +280,7 @@ def _file_items(source: FileSource, paths: Sequence[Path], title: str) -> Iterat
     return FORMATS[source.kind].items(paths, title, _limits(source))
 
 
-def _limits(source: FileSource) -> Limits:
+def _limits(source: FileSource | DatasetSource) -> Limits:
     limits = source.read_limits
     return Limits(int(limits.line_megabytes * 1e6), int(limits.unpacked_gigabytes * 1e9))
 
@@ -363,7 +363,8 @@ def _target_prompts(
 
 def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]:
     # 1) Open it, and see that it has the column.
-    with _dataset_errors(source):
+    where, limits = Path(source.name), _limits(source)
+    with _dataset_errors(source), memory_within(where, limits):
         data, rows_known = _open_dataset(source, base_dir)
         read = files.row_decoder(pa.schema([]) if data.features is None else data.features.arrow_schema)
     column = source.column or DEFAULT_COLUMNS[source.shape]
@@ -376,7 +377,7 @@ def _dataset_rows(source: DatasetSource, base_dir: Path) -> Iterator[files.Item]
         for number in itertools.count(1):
             if source.rows is not None and number > source.rows:
                 return
-            with _dataset_errors(source):
+            with _dataset_errors(source), memory_within(where, limits):
                 row = next(rows, None)
             if row is None:
                 return

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from pydantic import TypeAdapter
 
@@ -217,6 +219,20 @@ def test_the_card_of_a_dataset_names_files_of_its_own_alone(tmp_path: Path, card
     with pytest.raises(
         InputError, match=f"its data file .*{re.escape(name.replace('ROOT', root))}.* is none of its own"
     ):
+        reading(tmp_path, kind="dataset", name="files", shape="prompts")
+
+
+@pytest.mark.parametrize("name", ["train.parquet", "train.arrow"])
+def test_a_dataset_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, name: str) -> None:
+    (folder := tmp_path / "files").mkdir()
+    texts = pa.DictionaryArray.from_arrays(pa.array([0] * 1500, pa.int32()), pa.array(["x" * 1_000_000]))
+    table = pa.table({"prompt": texts})
+    if name.endswith(".parquet"):
+        pq.write_table(table, folder / name, compression="zstd", store_schema=False)
+    else:
+        with pa.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(table)
+    with pytest.raises(InputError, match=r"files\[train\]: files: takes more than 1\.02 GB of memory to unpack"):
         reading(tmp_path, kind="dataset", name="files", shape="prompts")
 
 
