@@ -204,7 +204,13 @@ def _is_of_another_instrumentation(metadata: Any, parameters: Any) -> bool:
     kept = {path.partition(".")[0] for path in fields}
     of_a_span = isinstance(scope, Mapping) or "scope.name" in fields or "resourceAttributes" in kept
     own = str(name).startswith(_OWN_SCOPE) and "attributes" not in kept
-    return (of_a_span and not own) or (isinstance(parameters, Mapping) and bool(_OF_AI_SDK & parameters.keys()))
+    # LiteLLM's callback sends through Langfuse's client, and logs no system prompt of a call of `/v1/messages`.
+    of_litellm = any(name.startswith("litellm_") for name in fields)
+    return (
+        (of_a_span and not own)
+        or of_litellm
+        or (isinstance(parameters, Mapping) and bool(_OF_AI_SDK & parameters.keys()))
+    )
 
 
 def _lacks_tools(request: Mapping[str, Any], given: Any, answer: Any) -> bool:

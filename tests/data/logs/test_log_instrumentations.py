@@ -32,6 +32,9 @@ OTHERS: list[dict[str, Any]] = [
     {"metadata": {"resourceAttributes.service.name": "shop"}},
     # A span of another library that Langfuse's own tracer sent: its attributes are kept.
     {"metadata": {"scope": {"name": "langfuse-sdk"}, "attributes": {"llm.model_name": "m"}}},
+    # LiteLLM's callback `langfuse` sends through Langfuse's client.
+    {"metadata": {"scope": {"name": "langfuse-sdk"}, "litellm_call_id": "c", "hidden_params": "{}"}},
+    {"metadata": {"litellm_call_id": "c"}},
     # Langfuse's older exporter for the AI SDK keeps no scope.
     {"model_parameters": AI_SDK},
     {"modelParameters": json.dumps(AI_SDK)},
