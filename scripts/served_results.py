@@ -193,7 +193,7 @@ def draw(found: Json) -> str | None:
     sides = ("speedup_served", "speedup_promised")
     y_axis = svg.numeric_axis([row[side] for row in rows for side in sides], "speed-up over plain decoding", "x", [1.0])
     frame = svg.Frame(svg.category_axis([*map(str, sizes)], "requests at once"), y_axis, charts.HEIGHT, svg.WIDTH)
-    elements = [svg.line(frame.left, frame.y(1.0), frame.right, frame.y(1.0), "even")]
+    elements = [charts.break_even(frame)]
     # 2) A line and its dots for each draft and K, named where speculation gains least: at the right, from the top.
     lines = dict.fromkeys((row["draft"], row["step"], row["draft_tokens"]) for row in rows)
     for place, (draft, step, K) in enumerate(lines):

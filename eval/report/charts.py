@@ -275,7 +275,7 @@ def checkpoints(rows: Sequence[Record], figure: str, title: str, colours: Palett
     # 3) A ring round the chosen checkpoint, and the line at break-even.
     rings = [_ring(frame.x(row["step"]), frame.y(row[figure]["value"])) for row in known if row["chosen"]]
     described = f"{title} of each checkpoint by training step, with intervals; the chosen one is ringed."
-    chart = line_chart(f"{figure}-by-step", described, frame, series, [_break_even(frame), *rings])
+    chart = line_chart(f"{figure}-by-step", described, frame, series, [break_even(frame), *rings])
     return chart._replace(legend=[*chart.legend, ("ring", "chosen")])
 
 
@@ -304,7 +304,7 @@ def by_batch_size(rows: Sequence[Record], colours: Palette, width: int) -> Chart
                 points.append(_point(sizes.index(one["batch_size"]) + 1.0, one["speedup"], tip, "x"))
         series.append(Series(draft_label(row), colours(row), points))
     described = "Expected speed-up over plain decoding at each batch size, at the best K or tree there."
-    return line_chart("speedup-by-batch", described, frame, series, [_break_even(frame)])
+    return line_chart("speedup-by-batch", described, frame, series, [break_even(frame)])
 
 
 class ConfigPoint(NamedTuple):
@@ -458,7 +458,7 @@ def bench_panels(rows: Sequence[BenchRow], width: int) -> list[tuple[str, Chart]
             series.append(Series(name, colour(place), points))
         title = "all domains" if domain == EVERY else domain
         described = f"Speed-up over plain decoding by batch size, {title}."
-        chart = line_chart(f"speedup-{number}", described, frame, series, [_break_even(frame)])
+        chart = line_chart(f"speedup-{number}", described, frame, series, [break_even(frame)])
         panels.append((title, chart))
     return panels
 
@@ -492,7 +492,7 @@ def _line(series: Series, frame: Frame) -> Markup:
     return svg.group(elements, classes=series.classes)
 
 
-def _break_even(frame: Frame) -> Markup:
+def break_even(frame: Frame) -> Markup:
     """Horizontal line at 1, plain decoding's speed."""
     return svg.line(frame.left, frame.y(1), frame.right, frame.y(1), "even")
 

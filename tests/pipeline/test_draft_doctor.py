@@ -4,6 +4,8 @@ import importlib.util
 import json
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -63,6 +65,21 @@ def answers(answering: Target, tmp_path_factory: pytest.TempPathFactory) -> Path
     rows = [{"prompt_ids": prompts[number], "answer_ids": done[number].tokens} for number in sorted(done)]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path
+
+
+def copied(drafts: Trained, name: str, tmp_path: Path) -> Path:
+    """A copy of a draft's folder, which a test may change."""
+    place = tmp_path / "head"
+    shutil.copytree(drafts.draft_folders[name], place)
+    return place
+
+
+@contextmanager
+def changed(place: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of a draft's folder, which are written back."""
+    tensors = load_file(place / "model.safetensors")
+    yield tensors
+    save_file(tensors, place / "model.safetensors")
 
 
 def examined(draft: Path, target: Target, answers: Path, **options: Any) -> Diagnosis:
@@ -133,12 +150,10 @@ def test_a_healthy_draft_is_healthy(draft: str, trained_drafts: Trained, answeri
 def test_a_matrix_of_zeros_is_named_however_much_is_accepted(
     trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
 ) -> None:
-    place = tmp_path / "head"
-    shutil.copytree(trained_drafts.draft_folders["dspark"], place)
-    tensors = load_file(place / "model.safetensors")
-    tensors["markov_head.markov_w2.weight"].zero_()
-    tensors["norm.weight"].fill_(1)  # may have been left so
-    save_file(tensors, place / "model.safetensors")
+    place = copied(trained_drafts, "dspark", tmp_path)
+    with changed(place) as tensors:
+        tensors["markov_head.markov_w2.weight"].zero_()
+        tensors["norm.weight"].fill_(1)  # may have been left so
     found = examined(place, answering, answers)
     assert found.verdict == "fault" and found.corrected is None
     (cause,) = found.causes
@@ -162,8 +177,7 @@ def test_a_likely_fault_is_named_beside_another_one(
 def test_a_healthy_draft_of_another_target_is_said_to_be_one(
     trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
 ) -> None:
-    place = tmp_path / "head"
-    shutil.copytree(trained_drafts.draft_folders["small"], place)
+    place = copied(trained_drafts, "small", tmp_path)
     meta = json.loads((place / "draftforge.json").read_text())
     (place / "draftforge.json").write_text(json.dumps(meta | {"target_fingerprint": "ab" * 32}))
     found = examined(place, answering, answers)
@@ -175,20 +189,17 @@ def test_a_trifle_more_of_nothing_restores_nothing(
     trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
 ) -> None:
     """Rows of a head that never were the target's, in an order that no file tells."""
-    place = tmp_path / "head"
-    shutil.copytree(trained_drafts.draft_folders["eagle3-reduced"], place)
-    tensors = load_file(place / "model.safetensors")
-    rows = tensors["lm_head.weight"]
-    tensors["lm_head.weight"] = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(11))].clone()
-    save_file(tensors, place / "model.safetensors")
+    place = copied(trained_drafts, "eagle3-reduced", tmp_path)
+    with changed(place) as tensors:
+        rows = tensors["lm_head.weight"]
+        tensors["lm_head.weight"] = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(11))].clone()
     found = examined(place, answering, answers)
     assert found.verdict in ("low", "undertrained") and not found.causes and found.corrected is None
 
 
 def test_captured_layers_two_too_low_are_repaired(trained_drafts: Trained, answering: Target, tmp_path: Path) -> None:
     """One less than files of DFlash count, which begin at the embeddings' layer."""
-    place = tmp_path / "head"
-    shutil.copytree(trained_drafts.draft_folders["dflash"], place)
+    place = copied(trained_drafts, "dflash", tmp_path)
     config = json.loads((place / "config.json").read_text())
     config["dflash_config"]["target_layer_ids"] = [-1, 0, 1]
     (place / "config.json").write_text(json.dumps(config))
@@ -221,14 +232,12 @@ def test_a_draft_that_has_learned_little_is_undertrained(
     trained_drafts: Trained, answering: Target, answers: Path, tmp_path: Path
 ) -> None:
     """Half of the way from random weights to trained ones: right now and then, and no change makes it better."""
-    place = tmp_path / "young"
-    shutil.copytree(trained_drafts.draft_folders["eagle3-reduced"], place)
-    tensors = load_file(place / "model.safetensors")
-    draw = torch.Generator().manual_seed(3)
-    for name, tensor in tensors.items():
-        if name.endswith("proj.weight") or name in ("fc.weight", "lm_head.weight"):
-            tensors[name] = tensor + NOISE * tensor.std() * torch.randn(tensor.shape, generator=draw)
-    save_file(tensors, place / "model.safetensors")
+    place = copied(trained_drafts, "eagle3-reduced", tmp_path)
+    with changed(place) as tensors:
+        draw = torch.Generator().manual_seed(3)
+        for name, tensor in tensors.items():
+            if name.endswith("proj.weight") or name in ("fc.weight", "lm_head.weight"):
+                tensors[name] = tensor + NOISE * tensor.std() * torch.randn(tensor.shape, generator=draw)
     found = examined(place, answering, answers)
     assert found.verdict == "undertrained" and not found.causes
     assert any("the first token is right in" in line for line in found.evidence)
@@ -287,8 +296,7 @@ def test_what_cannot_be_examined_is_one_line(trained_drafts: Trained, answering:
 def test_a_folder_that_the_doctor_did_not_write_is_kept(
     trained_drafts: Trained, answering: Target, tmp_path: Path
 ) -> None:
-    place = tmp_path / "head"
-    shutil.copytree(trained_drafts.draft_folders["eagle3"], place)
+    place = copied(trained_drafts, "eagle3", tmp_path)
     (tmp_path / "head-corrected").mkdir()
     with pytest.raises(OwnershipError, match="was not written by the doctor"):
         Examination(DraftDoctorOptions(draft=place, target=answering.settings.model), answering)
@@ -297,15 +305,13 @@ def test_a_folder_that_the_doctor_did_not_write_is_kept(
 def test_files_of_strangers_are_looked_at_without_a_defect(
     trained_drafts: Trained, answering: Target, tmp_path: Path
 ) -> None:
-    place = tmp_path / "head"
-    shutil.copytree(trained_drafts.draft_folders["eagle3"], place)
-    tensors = load_file(place / "model.safetensors")
-    tensors |= {
-        "d2t": torch.tensor(5),
-        "t2d": torch.zeros(3, 2),
-        "fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn),
-    }
-    save_file(tensors, place / "model.safetensors")
+    place = copied(trained_drafts, "eagle3", tmp_path)
+    with changed(place) as tensors:
+        tensors |= {
+            "d2t": torch.tensor(5),
+            "t2d": torch.zeros(3, 2),
+            "fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn),
+        }
     config = json.loads((place / "config.json").read_text())
     options = DraftDoctorOptions(draft=place, target=answering.settings.model)
     for said in ([1], "x", {"verifier": "x"}, {"verifier": {"name_or_path": {}, "architectures": 5}}):
@@ -342,8 +348,7 @@ def test_the_form_of_prompts_that_a_draft_was_trained_on_is_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place, log = tmp_path / "head", tmp_path / "log.jsonl"
-    shutil.copytree(trained_drafts.draft_folders["eagle3-reduced"], place)
+    place, log = copied(trained_drafts, "eagle3-reduced", tmp_path), tmp_path / "log.jsonl"
     if own is not None:
         (place / "chat_template.jinja").write_text(own)
     asked = [[{"role": "user", "content": line[:28]}] for line in sentences(ANSWERS, 999).splitlines()]
