@@ -55,9 +55,11 @@ _LACKING = {
     NO_HISTORY: "Langfuse's client does not log which response a request continues, or its stored prompt",
     NO_TOOLS: "not every logger that writes to Langfuse logs the tools beside messages with calls",
     NOT_ALL: "instrumentations other than Langfuse's own log a part of what was sent",
-    NO_ARGUMENTS: "Langfuse's clients log no `chat_template_kwargs`, by which the target's template may think or not",
+    NO_ARGUMENTS: "LiteLLM and Langfuse's clients log no `chat_template_kwargs`, by which a template may think or not",
 }
 """What a log may lack, by the end of its counter's name."""
+_UNPROVEN_ARE = ": where it counts others than the prompt has, or none to compare, none is asked"
+_IF_NOT_SWITCHED = ", nor where another value makes as many; `template_args` of a source that sets one is believed"
 _SAMPLED = 256  # prompts of a counter that tell whose tokens it counts
 _TRIED = 64  # prompts with another number of tokens that settings are tried on
 _MOST_KEPT = 8  # numbers and hashes of one prompt
@@ -321,6 +323,8 @@ class PromptCheck:
         told = self._told(logged)
         if told and len(ids) not in told:
             return f"{OTHER_COUNT} ({len(ids)}, logged {_listed(told)})"
+        if told and not logged.digests and self._may_be_switched(conversation, turn, logged, prompt.whole, len(ids)):
+            return UNPROVEN
         proven = told or logged.digests or served
         return UNPROVEN if not proven and self._in_doubt(conversation, logged) else None
 
@@ -332,6 +336,18 @@ class PromptCheck:
             return own_code
         shown = bool(logged.served) and not self._ask_unproven
         return own_code or shown or self._may_lack_a_part(conversation, logged.counts)
+
+    def _may_be_switched(
+        self, conversation: Conversation, turn: Turn, logged: LoggedPrompt, text: str, size: int
+    ) -> bool:
+        """Whether a switch of reasoning that the log may lack makes another prompt of as many tokens."""
+        if not self._may_lack_a_part(conversation, logged.counts):
+            return False
+        return any(
+            self._length(*one) == size and turn_prompt(self._tokenizer, *one).whole != text
+            for name, one in _settings(self._tokenizer, conversation, turn)
+            if name.partition(":")[0] in self._switches
+        )
 
     def _may_lack_a_part(self, conversation: Conversation, counts: Sequence[PromptCount]) -> bool:
         """Whether the log of each request of a prompt may lack a part of it, as a system prompt, messages or tools."""
@@ -383,16 +399,14 @@ class PromptCheck:
 
     def _line(self, name: str, found: _Comparison) -> str:
         """What was found of a counter; empty: nothing to tell."""
-        title, sampled = f"prompt tokens of {name}", self._sampled[name]
+        shown = name if self._lacking(name) else name.removesuffix(NO_ARGUMENTS)
+        title, sampled = f"prompt tokens of {shown}", self._sampled[name]
         why = "not compared, as something in them was redacted or nobody counted it"
         more = f"; {found.redacted:,} {why}" if found.redacted else ""
         if lacking := self._lacking(name):
             more += f"; {lacking}"
-            more += (
-                ""
-                if self._ask_unproven
-                else ": where it counts others than the prompt has, or none to compare, none is asked"
-            )
+            more += "" if self._ask_unproven else _UNPROVEN_ARE
+            more += _IF_NOT_SWITCHED if name.endswith(NO_ARGUMENTS) and not self._ask_unproven else ""
         if sampled.compared and not self._counts_our_tokens(name):
             least, most = sampled.least, sampled.most
             return (

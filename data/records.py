@@ -4,7 +4,7 @@ Every error names the line (`file:line`) and the broken rule, and quotes no text
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, get_args
@@ -37,6 +37,7 @@ from .logs.chat import (
     PARTS_UNKNOWN,
     SYSTEM_UNKNOWN,
     TOOLS_UNKNOWN,
+    UNSET_AS_ONE,
     LeftOut,
     Timing,
     arguments_beside,
@@ -305,7 +306,7 @@ def _record(
         engine=engine,
         sampling=sampling,
         # What was never a request, and names nothing, was left to no server.
-        server_sampling=tuple(name for name in SAMPLING_FIELDS if name not in given) if given or timing else (),
+        server_sampling=_left_to_server(given, line.get(UNSET_AS_ONE)) if given or timing else (),
         max_new_tokens=limit,
         group=_group(source, lookup, where),
         source=index,
@@ -499,6 +500,12 @@ def _counter(source: FileSource | DatasetSource | TargetSource, lookup: Lookup, 
     lacking = next((end for name, end in _LACKING.items() if lookup(name) is True), "")
     name = utf8(model) if isinstance(model, str) else ""
     return f"{source.kind}{f', model {name}' if name else ''}{streamed}{lacking}" if counted or lacking else None
+
+
+def _left_to_server(given: Collection[str], unset_as_one: Any) -> tuple[str, ...]:
+    """Names of the sampling settings that a request left to its server, or that nothing tells from these."""
+    open_ = unset_as_one if isinstance(unset_as_one, tuple) else ()
+    return tuple(name for name in SAMPLING_FIELDS if name not in given or name in open_)
 
 
 def _digest(value: Any) -> str:

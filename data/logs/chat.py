@@ -57,6 +57,8 @@ SYSTEM_UNKNOWN, HISTORY_UNKNOWN, TOOLS_UNKNOWN = "system_prompt_unknown", "histo
 PARTS_UNKNOWN, ARGUMENTS_UNKNOWN = "parts_unknown", "arguments_unknown"
 """Fields of a line whose request may have had a system prompt, earlier messages, tools, anything, or template arguments
 that are not logged."""
+UNSET_AS_ONE = "unset_as_one"
+"""Field of a line: a tuple of the sampling settings that are logged as 1 where a request had none."""
 RESPONSES = ("response", "response_body", "responseBody")
 """Names under which proxies log a response."""
 
@@ -367,6 +369,15 @@ def as_sent(requests: Iterable[Mapping[str, Any]], answer: Mapping[str, Any] | N
         end = _place_of(answer, messages) if answer is not None and isinstance(messages, list) else 0
         found += [{**request, "messages": messages[:end]}, {**request}] if end and messages else [{**request}]
     return found
+
+
+def continued(requests: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Those requests that end with an assistant's message, with it as a prefill: what continues it is not logged."""
+    return [
+        {**one, "continue_final_message": True}
+        for one in requests
+        if isinstance(last := one["messages"][-1], Mapping) and last.get("role") == "assistant"
+    ]
 
 
 def _place_of(answer: Mapping[str, Any], messages: Sequence[Any]) -> int:

@@ -17,12 +17,14 @@ from .chat import (
     HISTORY_UNKNOWN,
     PARTS_UNKNOWN,
     TOOLS_UNKNOWN,
+    UNSET_AS_ONE,
     Entry,
     Reason,
     Timing,
     as_sent,
     body_of,
     conflicting_request,
+    continued,
     count,
     decoded,
     labels,
@@ -106,14 +108,13 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         unknown = HISTORY_UNKNOWN
     elif reason is None and _lacks_tools(request, given, answer):
         unknown = TOOLS_UNKNOWN
-    # None of Langfuse's own logs an `extra_body`; some hold lists as they were a while after they were sent.
+    # None of Langfuse's own clients logs an `extra_body`; some hold lists as they were a while after they were sent.
     if reason is None and not timing.prompt_tokens:
         if unknown in _UNCOUNTED:
             reason = _UNCOUNTED[unknown]
         elif unknown is None and _ends_with_an_answer(request, answer):
             reason = "answer at the end of its messages"
-        unknown = unknown or ARGUMENTS_UNKNOWN
-    line = labels(metadata, value) | ({} if unknown is None else {unknown: True})
+    line = labels(metadata, value) | {unknown or ARGUMENTS_UNKNOWN: True, UNSET_AS_ONE: _unset_as_one(parameters)}
     thread = _either(value, "session_id") or _either(value, "trace_id")
     if thread:
         line.setdefault("group", thread)
@@ -133,6 +134,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         reason = "another request beside it"
     if reason is None:
         request, *others = as_sent([request, *others], answer)
+        others += continued([request, *others])
         line |= {"request": request, "messages": with_answer(request["messages"], answer)}
     yield Entry(where, line, reason, timing, others=others)
 
@@ -505,6 +507,13 @@ def _parameters(given: Any) -> dict[str, Any]:
         if value is not None:
             found[name] = int(value) if name == "top_k" or name in _LIMITS else value
     return found
+
+
+def _unset_as_one(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Sampling settings of 1 that Langfuse's client for Python writes whether or not the request had them: it alone
+    writes all four of these names."""
+    whole = {"temperature", "top_p", "frequency_penalty", "presence_penalty"} <= parameters.keys()
+    return tuple(name for name in ("temperature", "top_p") if whole and parameters[name] == 1)
 
 
 def _timing(value: Mapping[str, Any]) -> Timing:

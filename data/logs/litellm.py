@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from ...errors import InputError
 from . import anthropic
 from .chat import (
+    ARGUMENTS_UNKNOWN,
     SYSTEM_UNKNOWN,
     Entry,
     Reason,
@@ -15,6 +16,7 @@ from .chat import (
     as_sent,
     body_of,
     conflicting_request,
+    continued,
     count,
     decoded,
     labels,
@@ -62,17 +64,19 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     if payload.get("trace_id"):
         line.setdefault("group", payload["trace_id"])
 
-    # A system prompt that was sent as blocks leaves no trace but the number of tokens.
+    # A system prompt that was sent as blocks leaves no trace but the number of tokens, as do template arguments.
     timing = _timing(payload)
-    if reason is None and lacking:
-        line[SYSTEM_UNKNOWN] = True
-        reason = None if timing.prompt_tokens else "system prompt that the log may lack"
+    line[SYSTEM_UNKNOWN if lacking else ARGUMENTS_UNKNOWN] = True
+    if reason is None and lacking and not timing.prompt_tokens:
+        reason = "system prompt that the log may lack"
 
     # The request and its answer, unless the answer alone was redacted.
     others = list[dict[str, Any]]()
     if reason is None:
         answer = None if _holds(response, _REDACTED) else answer_of(response)
         request, *others = as_sent([request], answer)
+        if payload["call_type"] != "anthropic_messages":
+            others += continued([request, *others])
         line |= {"request": request, "messages": with_answer(request["messages"], answer)}
     cached = payload.get("cache_hit") in (True, "True")  # no engine saw it
     yield Entry(where, line, reason, timing, in_flight=not cached, others=others, shown=prompt_of(response))

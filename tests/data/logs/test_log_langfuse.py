@@ -168,6 +168,30 @@ def test_langfuse_inputs_however_they_are_encoded(tmp_path: Path, given: Any, en
 
 
 @pytest.mark.parametrize(
+    "parameters, known",
+    [
+        (
+            {"temperature": 1, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "max_tokens": "Infinity"},
+            set(),
+        ),
+        (
+            json.dumps({"temperature": 0.5, "top_p": 1, "frequency_penalty": 0.1, "presence_penalty": 0}),
+            {"temperature"},
+        ),
+        ({"temperature": "1", "top_p": 1, "max_tokens": 9}, {"temperature", "top_p"}),
+    ],
+)
+def test_a_setting_of_1_that_the_client_for_python_writes_for_none_is_left_to_the_server(
+    tmp_path: Path, parameters: Any, known: set[str]
+) -> None:
+    """It alone logs both penalties at all times; without settings of the model's own, 1 is what a server takes."""
+    one = {"type": "GENERATION", "input": ASK, "output": "Yes.", "model_parameters": parameters}
+    (record,) = read_log(write_lines(tmp_path / "o.jsonl", json.dumps(one)), "langfuse").records
+    assert {"temperature", "top_p"} - {*record.server_sampling} == known
+    assert record.sampling == SamplingSettings(temperature=0.5 if known == {"temperature"} else 1.0)
+
+
+@pytest.mark.parametrize(
     "given",
     [
         {"messages": ASK, "tools": [FUNCTION], "tool_choice": "auto"},

@@ -8,6 +8,7 @@ import pytest
 from log_reading import SAMPLES, read_log, write_lines
 
 from draftforge.data.chat_template import without_billing
+from draftforge.data.conversation import NO_ARGUMENTS, NO_SYSTEM_PROMPT
 from draftforge.errors import InputError
 from draftforge.specdec.sampling_settings import SamplingSettings
 
@@ -82,16 +83,17 @@ def test_litellm_calls_of_the_messages_api_without_a_logged_system_prompt_need_a
     """It logs none that was sent as blocks; what was logged, and chat completions, need none."""
     first = {"role": "system", "content": ""}
     for fields, counter in (
-        ({}, "litellm, model m, without a system prompt"),
+        ({}, NO_SYSTEM_PROMPT),
         ({"prompt_tokens": 0}, None),
         ({"prompt_tokens": None}, None),
-        ({"model_parameters": {"system": "s"}, "prompt_tokens": 3}, "litellm, model m"),
-        ({"messages": [first, {"role": "user", "content": "Hi"}]}, "litellm, model m"),
-        ({"call_type": "acompletion"}, "litellm, model m"),
+        ({"model_parameters": {"system": "s"}, "prompt_tokens": 3}, NO_ARGUMENTS),
+        ({"messages": [first, {"role": "user", "content": "Hi"}]}, NO_ARGUMENTS),
+        ({"call_type": "acompletion"}, NO_ARGUMENTS),
     ):
         lines = [payload(model="m", **fields), payload(call_type="completion", model="other")]
         read = read_log(write_lines(tmp_path / "l.jsonl", *lines), "litellm")
-        assert [one.counter for one in read.records][:-1] == ([] if counter is None else [counter])
+        expected = [] if counter is None else [f"litellm, model m{counter}"]
+        assert [one.counter for one in read.records][:-1] == expected
         lacking = read.counts.left_out.get("system prompt that the log may lack", 0)
         assert lacking == (counter is None)
 
