@@ -54,7 +54,7 @@ _LACKING = {
     NO_SYSTEM_PROMPT: "LiteLLM logs no system prompt that was sent as blocks",
     NO_HISTORY: "Langfuse's client does not log which response a request continues, or its stored prompt",
     NO_TOOLS: "not every logger that writes to Langfuse logs the tools beside messages with calls",
-    NOT_ALL: "instrumentations other than Langfuse's own log a part of what was sent",
+    NOT_ALL: "instrumentations other than Langfuse's own, and code of your own, may log a part of what was sent",
     NO_ARGUMENTS: "LiteLLM and Langfuse's clients log no `chat_template_kwargs`, by which a template may think or not",
 }
 """What a log may lack, by the end of its counter's name."""

@@ -66,6 +66,7 @@ _PROMPT_COUNTS = ("input", "prompt_tokens", "promptTokens", "input_tokens", "inp
 _ANSWER_COUNTS = ("output", "completion_tokens", "completionTokens", "output_tokens", "outputTokens", "outputUsage")
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _LIMITS = ("max_tokens", "max_completion_tokens")
+_PENALTIES = {"frequency_penalty", "presence_penalty"}
 _OF_RESPONSES = {"max_output_tokens", "reasoning_summary"}
 _ITEMS = re.compile(r"reasoning|\w+_call")
 """Types of items in an answer of the Responses API, beside messages."""
@@ -95,7 +96,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
     reason = _refusal(value, given, request) or reason
     metadata = decoded(value.get("metadata"))
     # LangChain's client of the Messages API joins messages of one role, moves the system's and drops names.
-    if reason is None and isinstance(metadata, Mapping) and metadata.get("ls_provider") == "anthropic":
+    if reason is None and isinstance(metadata, Mapping) and _plain_cell(metadata.get("ls_provider")) == "anthropic":
         reason = "messages in an unread form"
     if continues and reason == "raw prompt":
         reason = "no chat request"
@@ -114,6 +115,8 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
             reason = _UNCOUNTED[unknown]
         elif unknown is None and _ends_with_an_answer(request, answer):
             reason = "answer at the end of its messages"
+    if unknown is None and _is_of_own_code(given, metadata, parameters):
+        unknown = PARTS_UNKNOWN
     line = labels(metadata, value) | {unknown or ARGUMENTS_UNKNOWN: True, UNSET_AS_ONE: _unset_as_one(parameters)}
     thread = _either(value, "session_id") or _either(value, "trace_id")
     if thread:
@@ -213,6 +216,15 @@ def _is_of_another_instrumentation(metadata: Any, parameters: Any) -> bool:
         or of_litellm
         or (isinstance(parameters, Mapping) and bool(_OF_AI_SDK & parameters.keys()))
     )
+
+
+def _is_of_own_code(given: Any, metadata: Any, parameters: Mapping[str, Any]) -> bool:
+    """Whether bare messages are what someone's own code handed to Langfuse's client (`@observe`, or a plugin), perhaps
+    without the tools: its wrapper for Python logs both penalties, that for JavaScript a body, and LangChain's handlers
+    what LangChain says of a model."""
+    wrapped = (isinstance(given, Mapping) and "messages" in given) or parameters.keys() >= _PENALTIES
+    of_langchain = isinstance(metadata, Mapping) and any(str(name).startswith("ls_") for name in metadata)
+    return not wrapped and not of_langchain
 
 
 def _lacks_tools(request: Mapping[str, Any], given: Any, answer: Any) -> bool:
@@ -512,7 +524,7 @@ def _parameters(given: Any) -> dict[str, Any]:
 def _unset_as_one(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Sampling settings of 1 that Langfuse's client for Python writes whether or not the request had them: it alone
     writes all four of these names."""
-    whole = {"temperature", "top_p", "frequency_penalty", "presence_penalty"} <= parameters.keys()
+    whole = _PENALTIES | {"temperature", "top_p"} <= parameters.keys()
     return tuple(name for name in ("temperature", "top_p") if whole and parameters[name] == 1)
 
 

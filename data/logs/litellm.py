@@ -28,6 +28,7 @@ from .response import answer_of, failed, is_error, prompt_of, response_of, tells
 
 _CHAT_CALLS = ("completion", "acompletion", "anthropic_messages")
 _RAW_CALLS = ("text_completion", "atext_completion")
+_RAW_PROVIDERS = "text-completion-"  # chats too it sends to `/v1/completions`
 _REDACTED, _CUT = "redacted-by-litellm", "litellm_truncated"
 _NOT_LOGGED = "default-message-value"  # what a pass-through endpoint writes in place of the messages
 _REWRITTEN: Reason = "message rewritten by the gateway"
@@ -87,7 +88,7 @@ def _reason(payload: Mapping[str, Any], request: Mapping[str, Any], response: An
     call, messages = payload["call_type"], request["messages"]
     if _failed(payload) or failed(response):
         return "failed request"
-    if call in _RAW_CALLS:
+    if call in _RAW_CALLS or str(payload.get("custom_llm_provider")).startswith(_RAW_PROVIDERS):
         return "raw prompt"
     if call not in _CHAT_CALLS:
         return "no chat request"

@@ -32,6 +32,7 @@ TEMPLATE = """\
 {% if add_generation_prompt %}<new>{% if enable_thinking is defined and not enable_thinking %}<no thoughts>{% endif %}\
 {% if effort_told %}{{ reasoning_effort }}{% endif %}{% endif %}"""
 START = 1_795_860_000.0
+WRAPPED = {"frequency_penalty": 0, "presence_penalty": 0}  # by Langfuse's client for Python
 Json = dict[str, Any]
 
 
@@ -198,7 +199,7 @@ def test_requests_of_the_responses_api_are_asked_where_the_number_of_tokens_show
 
     def observed(text: str, tokens: int | None, **more: Any) -> str:
         one = {"input": say(text), "output": message, "usage_details": tokens and {"input_tokens": tokens}}
-        return json.dumps({"type": "GENERATION", "model": "m", **one, **more})
+        return json.dumps({"type": "GENERATION", "model": "m", "model_parameters": WRAPPED, **one, **more})
 
     def read(*lines: str) -> tuple[Json, dict[str, bool]]:
         write_lines(tmp_path / "log.jsonl", *lines)
@@ -469,6 +470,7 @@ def test_a_request_that_holds_its_own_answer_may_have_been_sent_without_it(
                     "input": messages,
                     "output": said,
                     "usage_details": {"input": tokens},
+                    "model_parameters": WRAPPED,
                 },
             }[kind]
         )

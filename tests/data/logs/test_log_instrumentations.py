@@ -15,6 +15,7 @@ from draftforge.data.mix import build_mix, load_mix
 from draftforge.data.settings import MixSettings
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<new>"
+WRAPPED = {"frequency_penalty": 0, "presence_penalty": 0}  # by Langfuse's client for Python
 AI_SDK = {"maxRetries": "2", "system": "openai.chat"}
 SCOPES = [
     *("ai", "litellm", "langfuse", "my-own-service", "", "pydantic-ai", "strands.telemetry.tracer", "haystack"),
@@ -37,7 +38,10 @@ OTHERS: list[dict[str, Any]] = [
     {"metadata": {"litellm_call_id": "c"}},
     # Langfuse's older exporter for the AI SDK keeps no scope.
     {"model_parameters": AI_SDK},
-    {"modelParameters": json.dumps(AI_SDK)},
+    {"modelParameters": json.dumps(AI_SDK), "model_parameters": None},
+    # Code of one's own (`@observe`, plugins), which may log no tools.
+    {"model_parameters": {"temperature": 0.5}, "metadata": {"scope": {"name": "langfuse-sdk"}}},
+    {"model_parameters": None},
 ]
 OWN: list[dict[str, Any]] = [
     {},
@@ -53,7 +57,8 @@ OWN: list[dict[str, Any]] = [
 
 def observed(text: str, tokens: int | None, **fields: Any) -> str:
     one = {"type": "GENERATION", "input": [{"role": "user", "content": text}], "output": "Yes."}
-    return json.dumps(one | {"usage_details": tokens and {"input": tokens}} | fields)
+    own = {"usage_details": tokens and {"input": tokens}, "model_parameters": WRAPPED}
+    return json.dumps({name: value for name, value in (one | own | fields).items() if value is not None})
 
 
 @pytest.mark.parametrize("fields", [*OTHERS, *OWN])
@@ -144,7 +149,7 @@ def test_what_no_count_shows_is_not_asked_where_the_template_may_switch_reasonin
     tokens = len(render(tokenizer, [Message(role="user", content="counted")]))
     logged = observed if kind == "langfuse" else of_litellm
     lines = [logged("counted", tokens), logged("uncounted", None)]
-    told = [logged("told", None, model_parameters={"reasoning_effort": "low"})]
+    told = [logged("told", None, model_parameters=WRAPPED | {"reasoning_effort": "low"})]
     fill = [logged(f"word{i} word{i * 7} word{i * 13}", None) for i in range(60)]
     write_lines(tmp_path / "log.jsonl", *lines, *told, *fill)
 

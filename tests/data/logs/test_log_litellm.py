@@ -143,6 +143,7 @@ def test_litellm_tools_and_answers_of_the_messages_api(tmp_path: Path) -> None:
             "message part that is not text",
         ),
         ({"call_type": "aresponses"}, "no chat request"),
+        ({"call_type": "completion", "custom_llm_provider": "text-completion-openai"}, "raw prompt"),
         (
             {"proxy_server_request": json.dumps({"body": {"tools": [{"name": "look", "input_schema": {}}]}})},
             "settings beside the request",
