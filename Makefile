@@ -19,6 +19,8 @@ LINK := .typing/draftforge
 TARGET := .cache/smollm2-135m-instruct
 VLLM_VENV ?= $(abspath .cache/vllm)
 WORKERS ?= 2
+# A container image often sets this. Each process of the tests would compile all that it imports, some for ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install target browser demo test mutants test-vllm check image format clean distclean
 .DELETE_ON_ERROR:
@@ -36,7 +38,7 @@ $(INSTALLED): pyproject.toml
 	@$(PIP) install uv || echo "no uv here: pip installs, which takes longer"
 	@echo "[2/2] draftforge and what it runs on, with torch 2.13.0 (half a minute; with pip two)"
 	@$(UV) torch==2.13.0 -e . || $(PIP) install torch==2.13.0 -e .
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import draftforge.pipeline.distill, draftforge.registry.listing'
+	@$(BIN)/python -c 'import draftforge.pipeline.distill, draftforge.registry.listing'
 	@touch $@
 
 $(TESTED): $(INSTALLED)

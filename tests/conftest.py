@@ -1,6 +1,5 @@
 """Fixtures for every test: a tiny target, the real one, and runs on several ranks. No test reaches a network."""
 
-import atexit
 import gc
 import json
 import os
@@ -23,6 +22,7 @@ import pytest
 import torch
 from byte_level import byte_level_tokenizer
 from forked import returning, run_ranks
+from frozen import frozen
 from trained import Trained, trained
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from unsynced import unsynced
@@ -75,8 +75,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Modules are left out of what is collected from here on: each training collects, and would go through all of them.
     """
-    gc.freeze()
-    atexit.register(gc.unfreeze)  # what is frozen at the end is reported as a leak
+    frozen()
     gc.enable()
     wanted = any("trained_drafts" in getattr(item, "fixturenames", ()) for item in session.items)
     if wanted and not session.config.option.collectonly:

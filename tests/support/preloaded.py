@@ -1,9 +1,9 @@
 """What processes that are forked find imported: the server that they come from imports this module first."""
 
-import atexit
 import gc
 import importlib
 
+from frozen import frozen
 from unsynced import unsynced
 
 gc.disable()  # imports make no garbage to look for
@@ -20,6 +20,5 @@ for name in (
 ):
     importlib.import_module(name)
 unsynced()
+frozen()  # a collection in a fork does not go through all of that again
 gc.enable()
-gc.freeze()  # a collection in a fork does not go through all of that again
-atexit.register(gc.unfreeze)  # what is frozen at the end of the server is reported as a leak
