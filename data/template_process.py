@@ -11,6 +11,7 @@ that finds too little memory in a process that rendered others is rendered by a 
 """
 
 import atexit
+import importlib.util
 import json
 import os
 import signal
@@ -238,8 +239,11 @@ def serve(megabytes: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
-    # 2) What is needed, and no more: torch would take seconds, and what transformers changes of messages is left.
+    # 2) What is needed, and no more: torch would take seconds, as would transformers' list of all its models, which its
+    # packages make. What transformers changes of messages is left.
     sys.modules["torch"] = None  # type: ignore[assignment]
+    for name in ("transformers", "transformers.utils"):
+        _without_its_init(name)
     from transformers.utils import chat_template_utils as library
 
     from . import template_forms
@@ -262,6 +266,13 @@ def serve(megabytes: int) -> None:
             replies.flush()
     except MemoryError:
         os._exit(_NO_MEMORY)  # what is left may be too little for the next, too
+
+
+def _without_its_init(package: str) -> None:
+    """Let modules of a package be imported without what its `__init__.py` imports."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None
+    sys.modules[package] = importlib.util.module_from_spec(spec)
 
 
 def _reply(does: dict[str, Callable[..., Any]], line: bytes) -> bytes:

@@ -12,7 +12,7 @@ def frozen() -> None:
     """
     gc.freeze()
     atexit.register(gc.unfreeze)  # what is frozen at the end is reported as a leak
-    gc.unfreeze = _ignored  # type: ignore[assignment]
+    gc.unfreeze = _ignored
 
 
 def _ignored() -> None:

@@ -15,8 +15,12 @@ for name in (
     "draftforge.cli",
     "draftforge.train.loop",
     "draftforge.pipeline.retrain",
-    "mlflow.store.tracking.sqlalchemy_store",
-    "mlflow.store.model_registry.sqlalchemy_store",
+    "alembic.command",
+    "mlflow.pyfunc",
+    "mlflow.store.tracking.sqlalchemy_workspace_store",
+    "mlflow.store.model_registry.sqlalchemy_workspace_store",
+    "pyarrow.dataset",
+    "sqlalchemy.dialects.sqlite",
 ):
     importlib.import_module(name)
 unsynced()

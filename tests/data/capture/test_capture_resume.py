@@ -1,16 +1,12 @@
 """A capture stopped anywhere goes on: only shards in flight are lost, none is done twice, and the result is the same.
 
 The stand-in for the decoder answers shard by shard, so in flight are one that is written and one that is answered.
-
-Run as a script, this file is the process that is killed: `test_capture_resume.py FOLDER LOG SEED`.
 """
 
 import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -18,8 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
+from forked import as_command
 
 import draftforge.data.capture.capture as capturing
 import draftforge.data.capture.scheduler as answering
@@ -27,6 +25,7 @@ from draftforge import storage
 from draftforge.data.conversation import Conversation, Message
 from draftforge.data.settings import CaptureSettings
 from draftforge.data.store import Capture
+from draftforge.data.template_process import TemplateProcess, _Reply
 from draftforge.errors import CorruptDataError, DiskFullError
 from draftforge.specdec.continuous_batching import DecodedAnswer, QueuedRequest
 from draftforge.specdec.requests import Request
@@ -85,7 +84,7 @@ def make_mix() -> list[Conversation]:
     ]
 
 
-def fake_decoder(seconds: float = 0.0, heard: Callable[[int], None] = lambda seed: None) -> Any:
+def fake_decoder(heard: Callable[[int], Any]) -> Any:
     """A stand-in for the decoder whose answers follow from each request's seed, one a step; `heard(seed)` is told of
     each."""
 
@@ -123,7 +122,6 @@ def fake_decoder(seconds: float = 0.0, heard: Callable[[int], None] = lambda see
                 )
                 self.advance(1)
             heard(request.seed)
-            time.sleep(seconds)
             columns = {key: torch.cat([one[key] for one in kept]) for key in kept[0]}
             return [DecodedAnswer(name, tokens, "length", columns)]
 
@@ -149,7 +147,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Seeds of the answers drawn, in order; the stubs are in place."""
     seeds: list[int] = []
     monkeypatch.setattr(capturing, "load_mix", lambda folder: make_mix())
-    monkeypatch.setattr(answering, "PlainDecoder", fake_decoder(heard=seeds.append))
+    monkeypatch.setattr(answering, "PlainDecoder", fake_decoder(seeds.append))
     return seeds
 
 
@@ -209,7 +207,7 @@ def test_stopped_inside_a_shard_nothing_of_it_counts(
             if len(seen) == 8:
                 raise Killed
 
-        patch.setattr(answering, "PlainDecoder", fake_decoder(heard=stop))
+        patch.setattr(answering, "PlainDecoder", fake_decoder(stop))
         run(tmp_path / "stopped")
     assert len(list((tmp_path / "stopped" / "shards").glob("*.safetensors"))) == 1
     run(tmp_path / "stopped")
@@ -271,8 +269,17 @@ def test_too_little_space_is_said_before_anything_is_written(
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path, heard: list[int]) -> None:
     run(tmp_path / "whole")
-    command = [sys.executable, __file__, str(tmp_path / "killed"), str(tmp_path / "log"), "0"]
-    kills = int(subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout)
+    begun = time.process_time()
+    run(tmp_path / "timed")
+    whole, draw, kills = time.process_time() - begun, random.Random(0), 0
+    while True:
+        seconds = draw.uniform(0, whole * (1 + kills / 4) / 8)  # a shard may take longer: patience grows
+        call = [__file__, "_mortal", str(tmp_path / "killed"), str(tmp_path / "log"), seconds]
+        ended = forked.run(as_command, call, tmp_path / "said")
+        if ended.code == 0:
+            break
+        assert ended.code == -signal.SIGPROF, ended.said
+        kills += 1
     assert kills >= 3
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
     assert not list((tmp_path / "killed").rglob("*.tmp"))
@@ -294,31 +301,13 @@ def test_killed_at_random_moments(tmp_path: Path, heard: list[int]) -> None:
     assert all(count == 1 for count in finishers.values())
 
 
-def _kill_until_done(folder: Path, log: Path, seed: int) -> int:
-    """Run captures in child processes and kill each at a random moment, until one finishes; patience grows, for
-    busy machines. Returns the kills."""
-    rng = random.Random(seed)
-    capturing.load_mix = lambda folder: make_mix()
-    kills = 0
-    while True:
-        process = os.fork()
-        if process == 0:
-            _child(folder, log)
-        time.sleep(rng.uniform(0.05, 0.3 + 0.02 * kills))
-        os.kill(process, signal.SIGKILL)
-        if not os.WIFSIGNALED(os.waitpid(process, 0)[1]):
-            return kills
-        kills += 1
-
-
-def _child(folder: Path, log: Path) -> None:
+def _mortal(folder: str, log: str, seconds: float) -> None:
+    """Capture, and be killed by the system after so much processor time."""
     torch.set_num_threads(1)
-    with log.open("ab", buffering=0) as stream:
+    capturing.load_mix = lambda folder: make_mix()
+    TemplateProcess.ask = lambda *_: _Reply(0.0, [])  # type: ignore[method-assign]  # else one more process a kill
+    with Path(log).open("ab", buffering=0) as stream:
         heard: Callable[[int], Any] = lambda answer: stream.write(f"{os.getpid()} {answer}\n".encode())  # noqa: E731
-        answering.PlainDecoder = fake_decoder(seconds=0.02, heard=heard)  # type: ignore[misc]
-        run(folder)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    print(_kill_until_done(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))
+        answering.PlainDecoder = fake_decoder(heard)  # type: ignore[misc]
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        run(Path(folder))
