@@ -65,7 +65,7 @@ _TRIED = 64  # prompts with another number of tokens that settings are tried on
 _MOST_KEPT = 8  # numbers and hashes of one prompt
 _MOST_NAMED = 3
 _EFFORTS = ("none", "low", "medium", "high")
-_SWITCHES = re.compile(r"think|effort|^reasoning$")
+_SWITCHES = re.compile(r"think|effort|reasoning(?!_content)")
 """Template arguments that switch reasoning."""
 _SPECIAL_TOKENS = "add_special_tokens: true"
 """What `/v1/completions` has by default: a prompt that a client rendered begins with two BOS tokens."""
@@ -343,11 +343,16 @@ class PromptCheck:
         """Whether a switch of reasoning that the log may lack makes another prompt of as many tokens."""
         if not self._may_lack_a_part(conversation, logged.counts):
             return False
-        return any(
-            self._length(*one) == size and turn_prompt(self._tokenizer, *one).whole != text
-            for name, one in _settings(self._tokenizer, conversation, turn)
-            if name.partition(":")[0] in self._switches
-        )
+        for name, one in _settings(self._tokenizer, conversation, turn):
+            if name.partition(":")[0] not in self._switches:
+                continue
+            try:
+                other = turn_prompt(self._tokenizer, *one)
+                if other.whole != text and len(ids_of_prompt(self._tokenizer, other)) == size:
+                    return True
+            except InputError:  # a value that the template refuses
+                continue
+        return False
 
     def _may_lack_a_part(self, conversation: Conversation, counts: Sequence[PromptCount]) -> bool:
         """Whether the log of each request of a prompt may lack a part of it, as a system prompt, messages or tools."""

@@ -130,7 +130,7 @@ def of_litellm(text: str, tokens: int | None, **fields: Any) -> str:
     [
         *(
             (switch, "langfuse", False)
-            for switch in ("enable_thinking", "thinking", "reasoning_effort", "reasoning", "")
+            for switch in ("enable_thinking", "thinking", "reasoning_effort", "enable_reasoning", "")
         ),
         *(("thinking", "litellm", False), ("", "litellm", False)),
         *(("reasoning_effort", "langfuse", True), ("thinking", "litellm", True)),
