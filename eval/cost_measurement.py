@@ -112,7 +112,8 @@ def measure_costs(
     if not any(prompts):
         raise InputError("no prompts: times are measured on at least one")
     if grid is None:
-        return CostTable(key=key, points=_batch_one(target, specs, prompts, settings, reached))
+        points = _batch_one(target, specs, prompts, settings, reached)
+        return CostTable(key=key, points=points, idle_as_full=target.device.type != "cpu")
     return _over_grid(key, target, specs, prompts, settings, grid, reached)
 
 
@@ -211,7 +212,10 @@ def _over_grid(
             reached(done / _runs(grid, settings.costs.prompts))
         # 3) prompts read alone
         read = _read_prompts(target, decoders[1], text, grid.prompts, settings.sampling[0], advance)
-    return CostTable(key=key, points=points, prompt_points=read, draft_bytes=memory[0], cache_bytes_per_token=memory[1])
+    return CostTable(
+        key=key, points=points, prompt_points=read, draft_bytes=memory[0], cache_bytes_per_token=memory[1],
+        idle_as_full=target.device.type != "cpu",
+    )  # fmt: skip
 
 
 # --- the timer ---

@@ -241,11 +241,11 @@ class CostFit:
 
     def mean_round(self, config: DraftConfig, batch_size: int, context: int, drafted_share: float = 1.0) -> float:
         """Mean seconds of a round. `drafted_share`: share of a request's rounds that draft at all; a round in which
-        none does costs a plain one, and requests draft independently of one another."""
+        none does costs a plain one, or as much (`idle_as_full`), and requests draft independently of one another."""
         plain = self.plain(batch_size, context)
         if not config.levels:
             return plain
-        idle = (1 - min(drafted_share, 1.0)) ** batch_size
+        idle = 0.0 if self.table.idle_as_full else (1 - min(drafted_share, 1.0)) ** batch_size
         full = self.round(config, batch_size, context).seconds * self._deviation(config, batch_size, context)
         return (1 - idle) * full + idle * plain
 

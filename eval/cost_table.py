@@ -29,8 +29,9 @@ _LEAST, _MOST = 1e-12, 1_000_000_000
 """Seconds and counts that no machine measures less or more of: a fit of others has no end."""
 _MOST_BATCH, _MOST_BYTES = 4096, 1 << 60
 """Batch size and bytes of a fit of others: each size up to the largest is looked at."""
-COSTS_VERSION: Final = 5  # of what is measured; a new number measures everything again
+COSTS_VERSION: Final = 6  # of what is measured; a new number measures everything again
 PLAIN_WAY, CHAIN_WAY = "plain", "chain"
+UNSTEADY = 0.1  # drift of an engine's times that is worth a word
 _CONFIG_NOISE = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 _CONFIG_NOISE_ENDINGS = ("_token_id", "_dropout", "_range", "id2label", "label2id")
 
@@ -139,6 +140,11 @@ class CostTable(_Record):
     """Weights that the draft does not share with the target."""
     cache_bytes_per_token: float = Field(default=0.0, ge=0, le=_MOST_BYTES)
     """Bytes that the draft keeps of each token of each sequence: keys, values and buffers."""
+    idle_as_full: bool = False
+    """Whether a round that drafts nothing takes as long as a full one: on a GPU nothing waits to learn what was found
+    to draft."""
+    again: list[MeasuredRound] = []
+    """Of an engine: the last place of each K, timed once more when its server had been measured everywhere."""
     measured: str = ""
     """Day on which an engine was measured, such as 2026-11-30; empty: not noted."""
 
@@ -162,7 +168,15 @@ class CostTable(_Record):
     def whose(self) -> str:
         """Whose times these are, in words: hardware and precision, after the engine where one was measured."""
         where = f"{self.key.hardware}, {self.key.dtype}"
-        return f"{self.key.engine} on {where}, measured {self.measured}" if self.key.engine else where
+        doubt = f"; timed again, its rounds differed by {self.drift:.0%}" if self.drift > UNSTEADY else ""
+        return f"{self.key.engine} on {where}, measured {self.measured}{doubt}" if self.key.engine else where
+
+    @property
+    def drift(self) -> float:
+        """Largest difference of an engine's rounds from the same ones `again`, over the lesser of both; 0: none."""
+        first = {(point.levels, point.place): point.seconds for point in self.points}
+        pairs = [(one.seconds, first.get((one.levels, one.place), one.seconds)) for one in self.again]
+        return max((max(pair) / min(pair) - 1 for pair in pairs), default=0.0)
 
     @property
     def plain_seconds(self) -> float:
@@ -179,9 +193,12 @@ class CostTable(_Record):
         raise InputError(f"{config} ({config.levels} levels): no times measured; there are times for {known}")
 
     def round_seconds(self, config: DraftConfig, drafted_share: float = 1.0) -> float:
-        """Mean seconds of a round. `drafted_share`: share of rounds that draft; the others cost a plain token."""
+        """Mean seconds of a round. `drafted_share`: share of rounds that draft; the others cost a plain token, or as
+        much (`idle_as_full`)."""
         full = self.cost(config).seconds
-        return full if drafted_share == 1.0 else drafted_share * full + (1 - drafted_share) * self.plain_seconds
+        if drafted_share == 1.0 or self.idle_as_full:
+            return full
+        return drafted_share * full + (1 - drafted_share) * self.plain_seconds
 
     def gain(self, config: DraftConfig, drafted_share: float = 1.0) -> Gain:
         """Gain of this K or tree at batch 1, without prompts: speed-up = tau x plain / (draft + verify + rest)."""

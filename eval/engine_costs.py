@@ -51,7 +51,7 @@ from ..specdec.serving_plan import ServingPlan
 from ..specdec.stored_draft import StoredDraft
 from ..specdec.target_settings import TargetSettings
 from .cost_measurement import Grid, cut_prompts, measured_configs, runs_at
-from .cost_table import CHAIN_WAY, PLAIN_WAY, ClosedLoop, CostKey, CostTable, MeasuredRound
+from .cost_table import CHAIN_WAY, PLAIN_WAY, UNSTEADY, ClosedLoop, CostKey, CostTable, MeasuredRound
 from .draft_configs import ProposerSpec
 from .settings import EngineCostSettings, ScoreSettings
 from .vllm_server import MODEL, EngineReading, TimedAnswer, VllmClient, VllmLauncher
@@ -249,8 +249,8 @@ class EngineMeasurement:
                 raise InputError(f"{client.name}: drafts; must be a server without a draft")
 
         probe = _Probe(client, self.prompts, self.settings, self.room, 0)
-        points, loops = self._measured(probe, "plain", check, lambda place, found: found.seconds)
-        return CostTable(key=key, points=points, closed_loops=loops, measured=_today())
+        points, loops, again = self._measured(probe, "plain", check, lambda place, found: found.seconds)
+        return CostTable(key=key, points=points, closed_loops=loops, again=[again], measured=_today())
 
     def with_draft(self, table: CostTable, client: EngineClient, K: int, family: str) -> CostTable:
         """The table with the times of a server that drafts K tokens. Raises InputError or EngineError."""
@@ -263,9 +263,9 @@ class EngineMeasurement:
             _check_drafts(share, drafted, K, family == LOOKUP, client.name)
 
         probe = _Probe(client, self.prompts, self.settings, self.room, K, repeated=family == LOOKUP)
-        points, loops = self._measured(probe, f"{family} K={K}", check, full)
-        both = {"points": [*table.points, *points], "closed_loops": [*table.closed_loops, *loops]}
-        return table.model_copy(update={**both, "measured": _today()})
+        points, loops, again = self._measured(probe, f"{family} K={K}", check, full)
+        more = {"points": [*table.points, *points], "closed_loops": [*table.closed_loops, *loops]}
+        return table.model_copy(update={**more, "again": [*table.again, again], "measured": _today()})
 
     def _measured(
         self,
@@ -273,24 +273,26 @@ class EngineMeasurement:
         name: str,
         check: Callable[[float, float], None],
         seconds: Callable[[tuple[int, int], "_SteadyRounds"], float],
-    ) -> tuple[list[MeasuredRound], list[ClosedLoop]]:
-        """Rounds and closed loops of one server.
+    ) -> tuple[list[MeasuredRound], list[ClosedLoop], MeasuredRound]:
+        """Rounds and closed loops of one server, and the rounds of the last place again.
 
         `check` refuses a share of rounds that draft, and tokens of a draft; `seconds`: of a round at a place.
         """
         grid, K, points, loops = self.grid, probe.K, list[MeasuredRound](), list[ClosedLoop]()
-        with bar(f"times of vLLM, {name}", len(grid.places) + len(grid.batch_sizes), "points") as advance:
+
+        def timed(size: int, context: int) -> MeasuredRound:
+            found = probe.rounds(size, context)
+            check(found.share, found.drafted)
+            with _told_times(probe.name):
+                return MeasuredRound(
+                    way=CHAIN_WAY if K else PLAIN_WAY, batch_size=size, levels=K, tokens=K + 1, context_tokens=context,
+                    draft_seconds=0.0, verify_seconds=seconds((size, context), found), rest_seconds=0.0,
+                    rounds=max(round(found.rounds), 1),
+                )  # fmt: skip
+
+        with bar(f"times of vLLM, {name}", len(grid.places) + len(grid.batch_sizes) + 1, "points") as advance:
             for size, context in grid.places:
-                found = probe.rounds(size, context)
-                check(found.share, found.drafted)
-                with _told_times(probe.name):
-                    points.append(
-                        MeasuredRound(
-                            way=CHAIN_WAY if K else PLAIN_WAY, batch_size=size, levels=K, tokens=K + 1,
-                            context_tokens=context, draft_seconds=0.0, verify_seconds=seconds((size, context), found),
-                            rest_seconds=0.0, rounds=max(round(found.rounds), 1),
-                        )
-                    )  # fmt: skip
+                points.append(timed(size, context))
                 advance(note=f"batch {size}, context {context}")
             for size in grid.batch_sizes:
                 with _told_times(probe.name):
@@ -299,7 +301,17 @@ class EngineMeasurement:
                     check(loop.drafted_share, drafted)
                 loops.append(loop)
                 advance(note=f"{size} in flight")
-        return points, loops
+            # An engine whose rounds wait for its host is as fast as that host is at the moment: what it took at first
+            # and takes now says how much a promise by these times is worth.
+            again = timed(*grid.places[-1])
+            advance(note=f"batch {again.batch_size} again")
+        ms = [1e3 * one.seconds for one in (points[-1], again)]
+        if max(ms) > (1 + UNSTEADY) * min(ms):
+            say(
+                f"{probe.name}: a round at batch {again.batch_size} took {ms[0]:.2f} ms, and {ms[1]:.2f} ms when all "
+                "was measured: promises by these times are as uncertain"
+            )
+        return points, loops, again
 
 
 @contextmanager

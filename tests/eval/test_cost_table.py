@@ -177,6 +177,8 @@ def test_break_even_is_a_speedup_of_one(tau: float, K: int, plain: float) -> Non
     assert table.gain(DraftConfig(K)).estimate(Estimate(even)).value == pytest.approx(1.0)
     assert table.round_seconds(DraftConfig(K), 0.0) == pytest.approx(plain)
     assert table.round_seconds(DraftConfig(K), 0.25) == pytest.approx(0.25 * seconds + 0.75 * plain)
+    on_a_gpu = table.model_copy(update={"idle_as_full": True})
+    assert on_a_gpu.round_seconds(DraftConfig(K), 0.25) == pytest.approx(seconds)
 
 
 def test_an_unmeasured_depth_is_named(target: CausalModel) -> None:

@@ -152,6 +152,8 @@ def test_planted_times_are_recovered() -> None:
     for loop in table.closed_loops:
         assert (loop.prompt_tokens, loop.answer_tokens) == (268, 64) and loop.prompts >= 2 * loop.batch_size
         assert loop.rounds == pytest.approx(63 / (1 + loop.levels / 2), rel=0.2)
+    assert [(row.levels, row.place) for row in table.again] == [(K, GRID.places[-1]) for K in (0, 1, 2, 4)]
+    assert table.drift < 0.01
     # Nothing outgrows the target's context, and the batch was reached.
     assert all(engine.longest < ROOM and max(engine.batches) == 6 for engine in servers.engines)
     # Scores at the load say whose times these are.
@@ -161,6 +163,26 @@ def test_planted_times_are_recovered() -> None:
     assert "verify ms, the whole round," in times.description
     ratio = times.fit.round(DraftConfig(3), 6, 300).seconds / times.fit.plain(6, 300)
     assert ratio == pytest.approx(round_seconds(6, 3, 300) / round_seconds(6, 0, 300), rel=0.03)
+
+
+def test_an_engine_that_slows_down_is_said_to_be_unsteady(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    factor, loop = 1.0, engine_costs._Probe.closed_loop
+
+    def slower(probe: Any, size: int) -> Any:
+        nonlocal factor
+        factor = 1.5 if probe.K == 2 else factor
+        return loop(probe, size)
+
+    monkeypatch.setattr(engine_costs._Probe, "closed_loop", slower)
+    servers = SimulatedServers(lambda *place: factor * round_seconds(*place), prompt_seconds, (1, 2))
+    table = measured(servers)
+    assert [one.levels for one in table.again] == [0, 1, 2]
+    assert table.drift == pytest.approx(0.5, abs=0.01)
+    assert table.whose.endswith("; timed again, its rounds differed by 50%")
+    said = [line for line in capsys.readouterr().err.splitlines() if "as uncertain" in line]
+    assert len(said) == 1 and "a round at batch 1 took" in said[0]
 
 
 BESIDE: dict[str, Any] = {"budget": 512, "mixed_seconds": 1e-3, "gap_seconds": 5e-4}

@@ -72,10 +72,12 @@ def test_shares_are_of_time_and_the_work_is_what_plain_decoding_does_in_it() -> 
 
 
 def test_a_round_is_plain_only_where_no_slot_drafts() -> None:
-    """Prompt lookup drafts in half of a slot's rounds: in three of four rounds of two slots."""
+    """Prompt lookup drafts in half of a slot's rounds: in three of four rounds of two slots. On a GPU all are alike."""
     times = LoadTimes(DEAR, load_of(batch_sizes={2: 1}))
     never, always, half = (times.gain_at(2, DraftConfig(2), share).rounds for share in (0.0, 1.0, 0.5))
     assert never < always and half == pytest.approx(0.75 * always + 0.25 * never)
+    alike = LoadTimes(DEAR.model_copy(update={"idle_as_full": True}), load_of(batch_sizes={2: 1}))
+    assert alike.gain_at(2, DraftConfig(2), 0.5).rounds == pytest.approx(always)
 
 
 def test_a_draft_without_rounds_is_not_known_to_lose() -> None:
