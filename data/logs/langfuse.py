@@ -115,7 +115,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
             reason = _UNCOUNTED[unknown]
         elif unknown is None and _ends_with_an_answer(request, answer):
             reason = "answer at the end of its messages"
-    if unknown is None and _is_of_own_code(given, metadata, parameters):
+    if unknown is None and _may_be_of_own_code(given, value, parameters):
         unknown = PARTS_UNKNOWN
     line = labels(metadata, value) | {unknown or ARGUMENTS_UNKNOWN: True, UNSET_AS_ONE: _unset_as_one(parameters)}
     thread = _either(value, "session_id") or _either(value, "trace_id")
@@ -218,13 +218,14 @@ def _is_of_another_instrumentation(metadata: Any, parameters: Any) -> bool:
     )
 
 
-def _is_of_own_code(given: Any, metadata: Any, parameters: Mapping[str, Any]) -> bool:
-    """Whether bare messages are what someone's own code handed to Langfuse's client (`@observe`, or a plugin), perhaps
-    without the tools: its wrapper for Python logs both penalties, that for JavaScript a body, and LangChain's handlers
-    what LangChain says of a model."""
-    wrapped = (isinstance(given, Mapping) and "messages" in given) or parameters.keys() >= _PENALTIES
+def _may_be_of_own_code(given: Any, value: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool:
+    """Whether an observation may be what someone's own code handed to Langfuse's client (`@observe`, or a plugin),
+    perhaps without the tools: its wrapper for Python logs both penalties, that for JavaScript a body, and LangChain's
+    handlers what LangChain says of a model. Without its metadata a body may be anyone's."""
+    metadata = decoded(value.get("metadata"))
+    body = isinstance(given, Mapping) and "messages" in given and "metadata" in value
     of_langchain = isinstance(metadata, Mapping) and any(str(name).startswith("ls_") for name in metadata)
-    return not wrapped and not of_langchain
+    return not (body or of_langchain or parameters.keys() >= _PENALTIES)
 
 
 def _lacks_tools(request: Mapping[str, Any], given: Any, answer: Any) -> bool:

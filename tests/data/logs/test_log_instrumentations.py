@@ -61,12 +61,18 @@ def observed(text: str, tokens: int | None, **fields: Any) -> str:
     return json.dumps({name: value for name, value in (one | own | fields).items() if value is not None})
 
 
-@pytest.mark.parametrize("fields", [*OTHERS, *OWN])
+# A body is that of a client of Langfuse's, unless the export lacks the metadata, which tell of others.
+BODY: dict[str, Any] = {"input": {"messages": [{"role": "user", "content": "Hi"}]}, "model_parameters": None}
+
+
+@pytest.mark.parametrize("fields", [*OTHERS, *OWN, BODY, BODY | {"metadata": {}}])
 def test_who_logged_it_stands_in_the_name_of_the_counter(tmp_path: Path, fields: dict[str, Any]) -> None:
     """Without a number of tokens, too, where one would have to show that nothing is lacking."""
     lines = [observed("Hi", tokens, model="m", **fields) for tokens in (9, 0, None)]
     records = read_log(write_lines(tmp_path / "o.jsonl", *lines), "langfuse").records
-    assert [one.counter for one in records] == [f"langfuse, model m{NOT_ALL if fields in OTHERS else NO_ARGUMENTS}"] * 3
+    assert [one.counter for one in records] == [
+        f"langfuse, model m{NOT_ALL if fields in [*OTHERS, BODY] else NO_ARGUMENTS}"
+    ] * 3
 
 
 def test_they_are_asked_where_the_number_of_tokens_shows_the_served_prompt(tmp_path: Path) -> None:
