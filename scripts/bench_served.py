@@ -143,7 +143,6 @@ def serve_all(
     """
     begun, sizes, served = time.monotonic(), asked["concurrency"], bench.found["served"]
     left = {one: [size for size in sizes if measured_key(one, size) not in served] for one in setups}
-    left |= {one: [] for one in setups if one.synthetic}
     waiting = [one for one, missing in left.items() if missing or not (asked["counts"] or times.known(one))]
     with bar("serving", sum(map(len, left.values())), "measurements") as advance:
 
@@ -259,9 +258,6 @@ def main(
     cost_rounds: Annotated[int, typer.Option(min=4, help="Rounds timed of each.")] = 16,
     own_times: Annotated[bool, typer.Option(help="Promise from draftforge's own rounds, too.")] = True,
     together: Annotated[int, typer.Option(min=1, help="Servers that start side by side.")] = 1,
-    synthetic: Annotated[
-        bool, typer.Option(help="Time the first draft's largest K accepting synthetically, too.")
-    ] = False,
     accept: Annotated[
         float | None,
         typer.Option(min=0, max=1, help="Draft tokens are accepted so often, synthetically."),
@@ -282,9 +278,6 @@ def main(
     if accept is not None and counts_only:
         raise InputError("--accept: has no counts to compare; leave out --counts")
     setups = [Setup(one, K, accept=accept) for one in drafts for K in depths]
-    if synthetic and drafts[-1].folder is not None and not counts_only:
-        first = next(one for one in drafts if one.folder is not None)
-        setups.append(Setup(first, depths[-1], synthetic=True))
     setups = setups if counts_only else [Setup(None, 0), *setups]
     # Answers that repeat a prompt must read it again, as new ones would. vLLM's graphs hold twice as many full drafts
     # as may run at once, and 512 tokens at most: with fewer at once, drafts would have larger graphs than plain rounds.

@@ -48,7 +48,7 @@ class Judge:
             (measured_key(one, size), one.draft_tokens, size)
             for one in setups
             for size in self._asked["concurrency"]
-            if one.draft == draft and not one.synthetic and measured_key(one, size) in self._bench.found["served"]
+            if one.draft == draft and measured_key(one, size) in self._bench.found["served"]
         ]
         answers = {key: self._bench.answers(key) for key in dict.fromkeys([base, *(key for key, *_ in measured)])}
         # 1) What is known already of these answers and times.
@@ -84,8 +84,6 @@ class Judge:
         # 3) The promises: counts on the base's answers, times over the concurrencies, the engine's and our own.
         own = self._times(spec, loaded) if self._asked["own_times"] else None
         engine = self._times_of_engine(draft.key, spec, loaded)
-        deepest = ProposerSpec(spec.make, spec.depths[-1:])
-        synthetic = self._times_of_engine(Setup(draft, 0, True).table, deepest, loaded)
         found: Json = {"of": served_by, "base": base, "times": own and own.description, "measurements": {}}
         found["engine_times"] = engine and engine.description
         confidence, reference = self._settings.confidence, set(map(_answer_id_of, answers[base]))
@@ -97,8 +95,7 @@ class Judge:
             figures["accepted_at"] = [_known(math.prod(reached[: k + 1])) for k in range(K)]
             promised, share = tau(plain, confidence).value, drafting_share(plain) if draft.folder is None else 1.0
             figures |= {"promised_tau": _known(promised), "drafted_share": share}
-            by = {"promised_speedup": own, "promised_by_engine": engine}
-            for name, one in (by | ({"promised_by_synthetic": synthetic} if spec.depths[-1] == K else {})).items():
+            for name, one in (("promised_speedup", own), ("promised_by_engine", engine)):
                 figures[name] = one and _known(one.gain_at(size, DraftConfig(K), share).speedup(promised))
             figures["equal_answers"] = sum(_answer_id_of(one) in reference for one in answers[key]) / len(answers[key])
             found["measurements"][key] = figures
@@ -165,21 +162,18 @@ def promises(
     """Speed-ups promised from the engine's times for the rounds that a draft's servers counted, by measurement."""
     load = scoring(prompts, asked).load
     assert load is not None
-    tables = {"promised_by_engine": times.table(draft.key)}
-    tables["promised_by_synthetic"] = times.table(Setup(draft, 0, True).table)
-    found: Json = {}
+    table, found = times.table(draft.key), dict[str, Json]()
     for setup in setups:
-        for size in () if setup.draft != draft or setup.synthetic else asked["concurrency"]:
+        for size in () if setup.draft != draft else asked["concurrency"]:
             served = bench.found["served"].get(key := measured_key(setup, size))
             if served is None:
                 continue
             # A prompt's pass makes an answer's first token.
             later = sum(len(ids) - 1 for _, ids in bench.answers(key))
             found[key] = {"promised_tau": later / served["drafts"]}
-            for name, table in tables.items():
-                if table is not None and any(point.levels == setup.draft_tokens for point in table.points):
-                    gain = LoadTimes(table, load).gain_at(size, DraftConfig(setup.draft_tokens))
-                    found[key][name] = _known(gain.speedup(found[key]["promised_tau"]))
+            if table is not None and any(point.levels == setup.draft_tokens for point in table.points):
+                gain = LoadTimes(table, load).gain_at(size, DraftConfig(setup.draft_tokens))
+                found[key]["promised_by_engine"] = _known(gain.speedup(found[key]["promised_tau"]))
     return found
 
 

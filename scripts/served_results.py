@@ -64,7 +64,7 @@ def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None
     served, rows = bench.found["served"], list[Json]()
     for setup in setups:
         server = bench.found["servers"].get(setup.key, {})
-        for size in () if setup.synthetic else sizes:
+        for size in sizes:
             key, draft = measured_key(setup, size), setup.draft
             about: Json = {"engine": server.get("engine", "vLLM"), "draft": draft.name if draft else PLAIN}
             about |= {"step": draft.step if draft and draft.folder else None}
@@ -86,7 +86,6 @@ def compare(bench: Bench, setups: Sequence[Setup], sizes: Sequence[int]) -> None
             about |= {"accepted_ours": ours.get("accepted_at"), "speedup_served": speedup}
             about |= {"speedup_promised": ours.get("promised_by_engine"), "equal_answers": ours.get("equal_answers")}
             about["speedup_by_own_rounds"] = ours.get("promised_speedup")
-            about["speedup_by_synthetic"] = ours.get("promised_by_synthetic")
             about["tau_percent"] = percent(about["tau_ours"], about["tau_served"])
             about["speedup_percent"] = percent(about["speedup_promised"], about["speedup_served"])
             rows.append(about)
@@ -158,12 +157,6 @@ def show(found: Json, console: Console) -> None:
             speeds = f"{number(once, ',.0f')} tokens/s, and {number(again, ',.0f')} when all others had been measured"
             console.print(
                 f"plain, concurrency {row['concurrency']}: {speeds} ({number(percent(again, once), '+.1f')} %)"
-            )
-        if row.get("speedup_by_synthetic") is not None:
-            off = number(percent(row["speedup_by_synthetic"], row["speedup_served"]), "+.1f")
-            where = f"{row['draft']}, K={row['draft_tokens']}, concurrency {row['concurrency']}"
-            console.print(
-                f"{where}: promised {number(row['speedup_by_synthetic'])} ({off} %) by times with synthetic acceptance"
             )
     for one in found["rankings"]:
         parts = [

@@ -47,24 +47,20 @@ class Setup(NamedTuple):
 
     draft: Draft | None
     draft_tokens: int
-    synthetic: bool = False
-    """It accepts synthetically, and is timed alone."""
     accept: float | None = None
     """Each draft token after accepted ones is accepted with this probability, whatever the target says."""
 
     @property
     def key(self) -> str:
-        return PLAIN if self.draft is None else f"{self.table}-K{self.draft_tokens}"
+        return PLAIN if self.draft is None else f"{self.draft.key}-K{self.draft_tokens}"
 
     @property
     def table(self) -> str:
         """Name of the table that its times are in."""
-        return PLAIN if self.draft is None else f"{self.draft.key}{'-synthetic' * self.synthetic}"
+        return PLAIN if self.draft is None else self.draft.key
 
     def command(self, target: TargetSettings) -> ServeCommand:
         """vLLM's command by draftforge's own words."""
-        if self.synthetic:
-            return synthetic(self._replace(synthetic=False, accept=None).command(target), self.draft_tokens)
         if self.draft is None:
             return plain_command("vllm", target)
         if self.accept is not None:
