@@ -524,9 +524,9 @@ def _parameters(given: Any) -> dict[str, Any]:
 
 def _unset_as_one(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     """Sampling settings of 1 that Langfuse's client for Python writes whether or not the request had them: it alone
-    writes all four of these names."""
-    whole = _PENALTIES | {"temperature", "top_p"} <= parameters.keys()
-    return tuple(name for name in ("temperature", "top_p") if whole and parameters[name] == 1)
+    always writes both penalties, too."""
+    wrapped = parameters.keys() >= _PENALTIES
+    return tuple(name for name in ("temperature", "top_p") if wrapped and parameters.get(name) == 1)
 
 
 def _timing(value: Mapping[str, Any]) -> Timing:

@@ -178,6 +178,7 @@ def test_langfuse_inputs_however_they_are_encoded(tmp_path: Path, given: Any, en
             json.dumps({"temperature": 0.5, "top_p": 1, "frequency_penalty": 0.1, "presence_penalty": 0}),
             {"temperature"},
         ),
+        ({"temperature": None, "top_p": 1, "frequency_penalty": None, "presence_penalty": 0}, set()),
         ({"temperature": "1", "top_p": 1, "max_tokens": 9}, {"temperature", "top_p"}),
     ],
 )
