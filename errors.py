@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
+from .masking import masked
+
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
@@ -180,7 +182,7 @@ def refused_value(error: "ValidationError", before: str = "") -> InputError:
     problem = error.errors()[0]
     field, rule = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
     # A rule over several fields names them and their values itself.
-    shown = f"{field} = {problem['input']!r:.80}: " if field else ""
+    shown = f"{field} = {masked(repr(problem['input']))[:80]}: " if field else ""
     return InputError(f"{before}{shown}{rule[:1].lower()}{rule[1:]}")
 
 

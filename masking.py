@@ -7,7 +7,7 @@ redaction of people's text (`data/redact.py` is): it knows what commands, addres
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -32,9 +32,18 @@ _LOGIN_FLAGS = ("-u", "-U", "--user", "--proxy-user")
 _IDS = r"\d{1,10}:\d{1,10}"  # user and group of a container
 _NO_PYTHON = r"(?<!python\s)(?<!python3\s)(?<!python3\.\d\d\s)"  # whose -u takes no value
 _PYTHON = re.compile(r"(?:.*/)?python[\d.]*")
-_RULES = [
-    # User and password of an address; a password may hold a slash or an @, so the last @ counts.
-    (r"//(?:[^\s/@:]{0,128}:[^\s\"']{0,256}|[^\s/]{0,256})@", f"//{MASK}@"),
+# A password may hold a slash or an @, so the last @ counts, and be any length. A path made of an address has one slash.
+_ADDRESS, _LOGIN = r"(?:(?<=\w\w:)/|//)[^\s\"']+", re.compile(r"(//|^/)(?:[^/@:]*:.*|[^/]*)@")
+
+
+def _without_login(address: re.Match[str]) -> str:
+    """An address without user and password. What stands behind the last @ is not looked at: this takes linear time."""
+    before, at, behind = address[0].rpartition("@")
+    return _LOGIN.sub(rf"\1{MASK}@", before + at) + behind
+
+
+_RULES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
+    (_ADDRESS, _without_login),
     # Headers: to the end of their quotes; without quotes a scheme of several values, and cookies, to that of the line.
     (
         r"((?P<quote>[\"'])(?:proxy-)?(?:authorization|(?:set-)?cookie2?)\s{0,8}:\s{0,8})"

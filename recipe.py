@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from .data.settings import CaptureSettings, MixSettings
 from .errors import MissingFileError, RecipeError
 from .eval.settings import ScoreSettings
-from .masking import masked_value
+from .masking import masked, masked_value
 from .registry.settings import GateSettings, RegistrySettings
 from .specdec.engine_features import ENGINES
 from .specdec.proposers.training_free import TRAINING_FREE
@@ -537,10 +537,13 @@ def _nearest(keys: Keys, raw: Any, schema: Schema) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Value of an error line as ` = value`, shortened to 80 characters; empty for sections and lists."""
+    """Value of an error line as ` = value`, shortened to 80 characters; empty for sections and lists.
+
+    Secrets go first: half an address may no longer look like one.
+    """
     if isinstance(value, Mapping | list | BaseModel):
         return ""
-    text = str(value) if isinstance(value, int | float | str) and value != "" else repr(value)
+    text = masked(str(value) if isinstance(value, int | float | str) and value != "" else repr(value))
     return f" = {text if len(text) <= 80 else text[:77] + '...'}"
 
 

@@ -390,15 +390,19 @@ def test_under_torchrun_the_code_is_said(
         assert capsys.readouterr().err == ""
 
 
-def test_debug_shows_where(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_shows_where_and_no_secret(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(*_: object) -> None:
-        raise KeyError("x")
+        raise InputError("bad") from ValueError("http://me:hunter2@host\x1b[2J")
 
     monkeypatch.setattr(cli, "_load", fail)
     for args, debug in ((["--debug"], ""), ([], "1"), ([], "abc")):
         monkeypatch.setenv("DRAFTFORGE_DEBUG", debug)
-        with pytest.raises(KeyError):
-            cli.main([*args, "distill", "r.yaml"])
+        assert run(*args, "distill", "r.yaml") == 2
+        shown = capsys.readouterr().err
+        assert "in fail\n" in shown and shown.endswith("InputError: bad\n")
+        assert "http://***@host\\x1b[2J\n" in shown
 
 
 def test_other_ranks_say_who_they_are(

@@ -16,6 +16,7 @@ from draftforge.masking import holds_key, masked, masked_value
         ("see http://u:p@h:1/x and mysql://r:s@t/d", "see http://***@h:1/x and mysql://***@t/d"),
         ("postgresql://user:pa/ss@host/db", "postgresql://***@host/db"),
         ("http://me:s3cr@et/x@127.0.0.1:9 and http://token@host", "http://***@127.0.0.1:9 and http://***@host"),
+        (f"db://me:{'p' * 5000}@host and https:/me:pw@host", "db://***@host and https:/***@host"),
         ("https://host/x?sig=abc%20&y=1", "https://host/x?sig=***&y=1"),
         ("AWS_SECRET_ACCESS_KEY=abc next", "AWS_SECRET_ACCESS_KEY=*** next"),
         ('{"api_key": "abc", "n": 1}', '{"api_key": "***", "n": 1}'),
@@ -57,6 +58,7 @@ def test_secrets_are_masked(text: str, shown: str) -> None:
         "basic functionality of bearer tokens",
         "docker run -u 1000:1000 --user '0:0' i; python -u pkg.mod:main; /usr/bin/python3.12 -u pkg.mod:main",
         "python -u train.py --user ann --cookie-jar jar, -b main, cookie: none, -u http://h/x",
+        "see http://h/x?u=a:b@c, git@host:me/it.git and C:/me@work",
         "npm_config_registry_mirror_url and hf_transfer_enable_fast_mode",
     ],
 )
@@ -129,6 +131,7 @@ def test_long_texts_are_masked_in_linear_time(tmp_path: Path) -> None:
 def _mask_long_texts() -> None:
     for piece in (
         "//a:",
+        "//a@",
         "--token ",
         "a_",
         "bearer ",

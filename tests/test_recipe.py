@@ -100,6 +100,7 @@ def lines(folder: Path, text: str, *overrides: str) -> list[str]:
         ("train: {precision: fp8}", "train.precision = fp8: must be 'fp32' or 'bf16'"),
         ("train: {warm: 30, steps: 20}", "train: warm = 30 must be <= steps = 20"),
         ("target: 3", 'target = 3: must be text: quote it, "3"'),
+        (f"train: {{precision: 'db://me:{'p' * 90}@h'}}", "train.precision = db://***@h: must be 'fp32' or 'bf16'"),
     ],
 )
 def test_one_line_for_one_mistake(tmp_path: Path, text: str, line: str) -> None:
