@@ -16,7 +16,8 @@ from rich.segment import Segment
 
 from .masking import masked
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# The last ones turn the order of what is read around.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 class Console(rich.console.Console):

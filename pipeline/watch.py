@@ -42,6 +42,7 @@ MEANINGS = {
     6: "promotion.command failed; the promotion stands",
 }
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_MOST_SECONDS = 365 * 86400
 _JOB = "retrain"
 _TICK_SECONDS = 1.0
 _MOST_INSTANCES = 1000  # no limit
@@ -90,8 +91,9 @@ def watch(recipe: "Recipe", arguments: Sequence[str], options: WatchOptions) -> 
 def seconds_of(text: str, option: str) -> float:
     """Seconds of a duration such as `90s`, `30m`, `6h` or `1d`. Raises InputError, naming the option."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
-    if match is None or float(match[1]) * _UNITS[match[2]] < 1:
-        raise InputError(f"{option} {text}: must be a number and s, m, h or d, at least 1s, such as 6h")
+    # At a time behind the last year of a calendar the scheduler's thread would end, and nothing be retrained any more.
+    if match is None or not 1 <= float(match[1]) * _UNITS[match[2]] <= _MOST_SECONDS:
+        raise InputError(f"{option} {text}: must be a number and s, m, h or d, 1s to 365d, such as 6h")
     return float(match[1]) * _UNITS[match[2]]
 
 

@@ -67,20 +67,31 @@ def _unbounded(piece: str) -> bool:
 
 
 _MOST_TOKENS = 64  # that a tokenizer puts around a text
+_MOST_ENTRIES = {"vocab": 1 << 20, "merges": 1 << 20}  # of a tokenizer's model: 2,000,000 merges take 2 GB
+_MOST_ADDED = 1 << 18
 TOKENIZER_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 def check_tokenizer_file(path: Path, where: str) -> None:
     """`check_tokenizer_expressions` of a tokenizer.json before its library reads it, and with it the tokens that it
-    normalizes as it does. Raises InputError too for such tokens that are no short texts."""
+    normalizes as it does. Raises InputError too for such tokens that are no short texts, and for a tokenizer with more
+    entries than any has, or whose ids are a matter of chance."""
     stored = read_object(path)
+    model, most = stored.get("model"), _MOST_ENTRIES | {"added_tokens": _MOST_ADDED}
+    for name, value in (stored | (model if isinstance(model, dict) else {})).items():
+        if name in most and isinstance(value, list | dict) and len(value) > most[name]:
+            raise InputError(f"{where}: its tokenizer has {len(value):,} {name}; must be {most[name]:,} at most")
+        if name == "dropout" and value:
+            raise InputError(
+                f"{where}: its tokenizer leaves out merges by chance (dropout {str(value)[:40]}); must be none"
+            )
     _check_parts([stored.get(name) for name in TOKENIZER_PARTS], where)
     added = stored.get("added_tokens")
     for token in added if isinstance(added, list) else ():
         content = token.get("content") if isinstance(token, dict) and token.get("normalized") else None
         if isinstance(content, str) and len(content) > _LONGEST_NAME:
             raise InputError(f"{where}: an added token of its tokenizer has {len(content):,} characters")
-    _check_merges(stored.get("model"), where)
+    _check_merges(model, where)
 
 
 def _check_merges(model: Any, where: str) -> None:

@@ -35,8 +35,10 @@ TOKENIZER_FILES = (
     *("vocab.*", "merges.*", "*.model", "*.tiktoken", "chat_template.*", "additional_chat_templates/*"),
 )
 """Patterns of the files that decide which ids a text has, and which text a conversation."""
-_ARGUMENTS = ("tokenizer_config.json", "special_tokens_map.json")
+_ARGUMENTS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """Files of which transformers gives every value to the tokenizer's class, which opens some as files."""
+_MOST_TOKENIZER_BYTES, _MOST_ARGUMENTS = 128 << 20, 1 << 20
+"""Of a file of a tokenizer, and values of one of arguments: transformers takes a second for 10,000 added tokens."""
 _ONE_FILE, _LORA = "model.safetensors", "LORA"
 _SLACK_TENSORS, _SLACK_ELEMENTS, _MOST_BUFFERS = 1024, 1 << 20, 1 << 26
 _TIED, _PACKED = 2, 16  # a tied head is counted twice while it is made; up to 16 weights share a number
@@ -86,21 +88,27 @@ def check_folder(folder: Path, where: str, runs_code: bool = False) -> None:
 def check_tokenizer_names(folder: Path, where: str) -> None:
     """Refuse a tokenizer_config.json or special_tokens_map.json that names a file of this disk, or another one than
     tokenizer.json: no fingerprint covers what transformers would read there; and links out of the folder, as a draft
-    gets a copy of its target's tokenizer.
+    gets a copy of its target's tokenizer; and files that are larger than those of any tokenizer.
     Refuse, too, a config.json whose own class, which the tokenizer's loader makes, would take all memory.
 
     Raises FormatError."""
     for path in itertools.chain.from_iterable(folder.glob(pattern) for pattern in TOKENIZER_FILES):
+        name = path.relative_to(folder)
         if not lies_inside(folder, path):
-            name = path.relative_to(folder)
             raise FormatError(f"{where}: {name}: is a link out of the folder, or no file; put a copy there")
+        if (size := path.stat().st_size) > _MOST_TOKENIZER_BYTES:
+            raise FormatError(
+                f"{where}: {name}: has {size_text(size)}; must be {size_text(_MOST_TOKENIZER_BYTES)} at most"
+            )
     path = folder / "tokenizer_config.json"
     named = read_object(path).get("fast_tokenizer_files") if path.is_file() else None
     for name in named if isinstance(named, list) else () if named is None else (named,):
         if name != "tokenizer.json":
             raise FormatError(f"{where}: tokenizer_config.json: fast_tokenizer_files {name}: must be tokenizer.json")
     for path in (folder / name for name in _ARGUMENTS if (folder / name).is_file()):
-        for key, value in _flat(read_object(path)):
+        for number, (key, value) in enumerate(_flat(read_object(path)), 1):
+            if number > _MOST_ARGUMENTS:
+                raise FormatError(f"{where}: {path.name}: has more than {_MOST_ARGUMENTS:,} values")
             # pathlib raises for a text that is too long for a name.
             if isinstance(value, str) and os.path.exists(value) and not os.path.isdir(value):  # noqa: PTH110, PTH112
                 raise FormatError(f"{where}: {path.name}: {key} {value}: names a file; leave it out")

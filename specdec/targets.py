@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -438,7 +438,8 @@ def _tokenizer_of(
     tokenizer = _own_tokenizer(settings, source, where, options)
     if tokenizer.processor_template is not None:
         say(f"{where}: requests without tools are shown the chat template of its processor, as vLLM does it")
-    tokenizer.template_limits = settings.template_limits
+    with refused(where):  # its class takes no such attribute where its config has a special token of that name
+        tokenizer.template_limits = settings.template_limits
     return tokenizer
 
 
@@ -526,8 +527,11 @@ def _plain_adapter_config(model: PreTrainedModel, folder: Path, where: str) -> A
 
     config = PeftConfig.from_pretrained(str(folder))
     names = [name for name, _ in model.named_modules()]
-    for field in ("target_modules", "exclude_modules"):
+    for field in ("target_modules", "exclude_modules", "target_parameters", "layers_to_transform"):
         value = getattr(config, field, None)
+        # PEFT compares each of a list with each module.
+        if not isinstance(value, str) and isinstance(value, Collection) and len(value) > len(names):
+            raise InputError(f"{where}: {field}: {len(value):,} names: must be {len(names):,} at most, one a module")
         if isinstance(value, str) and value != "all-linear":
             setattr(config, field, matching(value, names, f"{where}: {field}"))
     # Layers that stand there again and again, a scale that is none, and a start that is computed for so many rounds.

@@ -25,14 +25,14 @@ def test_a_bar_tells_the_time_left_unless_its_notes_do(
 
 def test_printed_texts_control_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     """Title changes, colours and 8-bit controls are spelt out; newlines, tabs and our own colours stay."""
-    hostile = "a\x1b]0;pwned\x07\x9b31m\x7f\n\tb"
+    hostile = "a\x1b]0;pwned\x07\x9b31m\x7f\u202e\n\tb"
     progress.Console(stderr=True).print(hostile, markup=False)
     progress.Console(stderr=True, force_terminal=True, color_system="standard", highlight=False).print(
         hostile, style="red"
     )
     progress.say(hostile)
     shown = capsys.readouterr().err.replace("\x1b[31m", "").replace("\x1b[0m", "")
-    assert not {"\x1b", "\x07", "\x9b", "\x7f"} & set(shown) and shown.count(r"a\x1b]0;pwned") == 3
+    assert not {"\x1b", "\x07", "\x9b", "\x7f", "\u202e"} & set(shown) and shown.count(r"a\x1b]0;pwned") == 3
     assert shown.count("\n") == 6
 
 

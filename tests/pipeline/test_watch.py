@@ -100,7 +100,7 @@ def until(condition: Callable[[], object]) -> None:
 def test_times_are_read() -> None:
     texts = ("90s", "30m", "6h", "1d", "1.5h")
     assert [seconds_of(text, "--every") for text in texts] == [90, 1800, 21600, 86400, 5400]
-    for text in ("6", "h", "0s", "0.5s", "-1h", "6 h", "6w", "1e3s"):
+    for text in ("6", "h", "0s", "0.5s", "-1h", "6 h", "6w", "1e3s", "366d", "9" * 400 + "s"):
         with pytest.raises(InputError, match=r"--every .*: must be a number and s, m, h or d"):
             seconds_of(text, "--every")
 

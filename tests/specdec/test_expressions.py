@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from draftforge.errors import DraftforgeError, FormatError, InputError
 from draftforge.specdec import expressions
 from draftforge.specdec.expressions import check_tokenizer_file, ids_of, matching, repeats, valued
 from draftforge.specdec.loading import load_tokenizer
-from draftforge.specdec.targets import _merge_adapter
+from draftforge.specdec.target_settings import TargetSettings
+from draftforge.specdec.targets import _merge_adapter, load_target_tokenizer
 
 GPT_4O = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
@@ -212,6 +214,7 @@ def test_expressions_of_an_adapter_take_no_time(tmp_path: Path) -> None:
         ("modules_to_save", [r"(\w+\.?)+!"]),
         ("modules_to_save", ["(.|.)" * 30 + "!"]),
         ("modules_to_save", ["lm_head"] * 100),
+        ("target_modules", [f"a{number}" for number in range(100_000)]),
         ("rank_pattern", {str(number): 4 for number in range(1_000)}),
         ("init_lora_weights", "pissa_niter_100000000"),
         ("layer_replication", [[0, 2]] * 1_000),
@@ -258,12 +261,18 @@ def test_a_tokenizer_that_its_library_gives_up_at_is_refused(tmp_path: Path, tab
         load_tokenizer(tmp_path, "here")
 
 
-def test_a_tokenizer_that_fails_is_one_line(tmp_path: Path) -> None:
+def test_a_tokenizer_that_fails_is_one_line(tmp_path: Path, tiny_target_folder: Path) -> None:
     byte_level_tokenizer(["aaab"], 262).save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(stored | {"model_max_length": "x"}))
     with pytest.raises(FormatError, match="its tokenizer fails: TypeError: "):
         ids_of(load_tokenizer(tmp_path, "here"), "aaab")
+    folder = shutil.copytree(tiny_target_folder, tmp_path / "target")
+    stored = json.loads((folder / "tokenizer_config.json").read_text())
+    named = {"extra_special_tokens": {"template_limits": "x"}}  # the name of what this project keeps there
+    (folder / "tokenizer_config.json").write_text(json.dumps(stored | named))
+    with pytest.raises(FormatError, match=r"cannot be loaded: ValueError: Cannot set a non-string"):
+        load_target_tokenizer(TargetSettings(model=str(folder)))
 
 
 @pytest.mark.timeout(120)
@@ -285,6 +294,22 @@ def test_an_expression_that_tries_each_place_anew_is_found_out(monkeypatch: pyte
     ) as said:
         ids_of(tokenizer, text)
     assert said.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": {"merges": ["a b"] * (2**20 + 1)}}, "has 1,048,577 merges"),
+        ({"added_tokens": [0] * (2**18 + 1)}, "has 262,145 added_tokens"),
+        ({"model": {"dropout": 0.1}}, "leaves out merges by chance"),
+    ],
+)
+def test_a_tokenizer_of_more_entries_than_any_has_or_of_chance_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(changes))
+    with pytest.raises(InputError, match=rf"^here: its tokenizer {said}"):
+        check_tokenizer_file(tmp_path / "tokenizer.json", "here")
 
 
 @pytest.mark.parametrize("merge", ["a b", ["a", "b"], ["a"], 5])

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPTJConfig, LlamaConfig
 
 from draftforge.errors import DraftforgeError, FormatError
+from draftforge.specdec import model_folder
 from draftforge.specdec.formats.gguf.file import read_gguf
 from draftforge.specdec.gguf_header import MOST_ELEMENTS, read_header
 from draftforge.specdec.loading import checked_config, load_tokenizer
@@ -148,6 +149,20 @@ def test_a_tokenizer_that_names_a_file_elsewhere_is_refused(
     for read in (lambda: locate(TargetSettings(model=str(folder))), lambda: load_tokenizer(folder, "here")):
         with pytest.raises(FormatError, match=rf"{name}: \w+ .*other\.json: names a file; leave it out$"):
             read()
+
+
+def test_files_that_are_larger_than_those_of_any_tokenizer_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (folder / "vocab.txt").open("wb") as file:
+        file.truncate(2**27 + 1)
+    with pytest.raises(FormatError, match=r"^here: vocab\.txt: has 134 MB; must be 134 MB at most"):
+        load_tokenizer(folder, "here")
+    (folder / "vocab.txt").unlink()
+    (folder / "added_tokens.json").write_text('{"a": 1, "b": 2}')
+    monkeypatch.setattr(model_folder, "_MOST_ARGUMENTS", 1)
+    with pytest.raises(FormatError, match=r"^here: (added_tokens|tokenizer_config)\.json: has more than 1 values"):
+        load_tokenizer(folder, "here")
 
 
 def test_code_of_another_repository_is_refused(folder: Path) -> None:
