@@ -71,18 +71,18 @@ class JsonServer:
         """
         return self._request("GET", path, None, lambda content: read(json_within(content.decode())))
 
-    def post(self, path: str, body: Any, read: Callable[[Any], T]) -> T:
-        """Request a path with a body; see `get`."""
-        return self._request("POST", path, body, lambda content: read(json_within(content.decode())))
+    def post(self, path: str, body: Any, read: Callable[[Any], T], most_bytes: int = 1 << 62) -> T:
+        """Request a path with a body, of a reply of at most `most_bytes`; see `get`."""
+        return self._request("POST", path, body, lambda content: read(json_within(content.decode())), most_bytes)
 
     def get_text(self, path: str) -> str:
         """Request a path whose reply is text (UTF-8), not JSON; see `get`."""
         return self._request("GET", path, None, lambda content: content.decode())
 
-    def _request(self, method: str, path: str, body: Any, read: Callable[[bytes], T]) -> T:
+    def _request(self, method: str, path: str, body: Any, read: Callable[[bytes], T], most_bytes: int = 1 << 62) -> T:
         for attempt in range(self._retries + 1):
             try:
-                return self._try(method, path, body, read)
+                return self._try(method, path, body, read, min(most_bytes, self._most_bytes))
             except _RetryableError as error:
                 # Doubling waits with jitter, or what the server asks for where that is longer.
                 failure, wait = error, FIRST_WAIT_SECONDS * 2.0**attempt * (0.5 + random.random())
@@ -94,7 +94,7 @@ class JsonServer:
             f"{self.name}: {failure} ({attempt + 1} tries); the same command goes on from what is finished"
         )
 
-    def _try(self, method: str, path: str, body: Any, read: Callable[[bytes], T]) -> T:
+    def _try(self, method: str, path: str, body: Any, read: Callable[[bytes], T], most_bytes: int) -> T:
         # 1) A reply, whole and in time.
         try:
             with self._session().request(
@@ -105,7 +105,7 @@ class JsonServer:
                 allow_redirects=False,  # the key is for this server
                 stream=True,
             ) as reply:
-                content = read_body(reply, self._most_bytes)
+                content = read_body(reply, most_bytes)
         except UnusableError as error:
             raise _RetryableError(f"unusable reply ({error})") from None
         except requests.RequestException as error:

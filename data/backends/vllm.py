@@ -32,6 +32,9 @@ _MOST_WORKERS = 512
 _PROBE = "Where is my order? It cost 3.50 €: naïve, 你好.\n\n  def f(x):"  # several kinds of tokens
 _TOKEN = "token_id:"
 _PATH = "/v1/completions"
+_REPLY_BYTES, _TOKEN_BYTES, _LOGPROB_BYTES = 1 << 20, 2048, 256
+"""Most that a reply has of JSON: of itself, for each token and for each log-prob; several times what vLLM writes."""
+_LONGEST_VERSION = 100  # characters
 _NOT_RAW = "capture.backend: the engine's log-probs are not raw ones; set --logprobs-mode raw_logprobs"
 
 
@@ -267,7 +270,10 @@ class VllmServer:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        return self._server.post(_PATH, body, read)
+        # As many replies as there are workers are read at once: each only as far as an answer to its request may go.
+        request = queued.request
+        rows = request.max_new_tokens * (_TOKEN_BYTES + _LOGPROB_BYTES * wanted.top_k)
+        return self._server.post(_PATH, body, read, _REPLY_BYTES + _TOKEN_BYTES * len(request.prompt_ids) + rows)
 
     def _served(self, wanted: str | None) -> tuple[str, int | None]:
         """Name of the served model that `wanted` (None: the only one) means, and its context where the server says."""
@@ -282,7 +288,7 @@ class VllmServer:
 
     def _version(self) -> str:
         try:
-            return self._server.get("/version", lambda reply: str(reply["version"]))
+            return self._server.get("/version", lambda reply: str(reply["version"])[:_LONGEST_VERSION])
         except RefusedError:  # hidden by a proxy
             return "unknown"
 

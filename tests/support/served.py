@@ -147,6 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
             choice["token_ids"] = choice["token_ids"][:-1]
         if fault == "other":
             choice["prompt_token_ids"] = choice["prompt_token_ids"][1:]
+        if fault == "long":
+            choice["text"] = "x" * 2_000_000
         if fault == "abort":
             choice["finish_reason"] = "abort"
         self._reply(200, {"choices": []} if fault == "empty" else reply, cut=fault == "cut", lost=fault == "lost")

@@ -111,7 +111,7 @@ def test_the_engines_own_signals_are_kept_without_a_tail(run: Capturing, ours: C
 
 @pytest.mark.slow
 def test_what_a_retry_mends_is_mended(run: Capturing, served: Served, ours: Capture) -> None:
-    faults = ["429", "500", "503", "408", "cut", "lost", "empty", "short", "other", "abort"]
+    faults = ["429", "500", "503", "408", "cut", "lost", "empty", "short", "other", "abort", "long"]
     served.faults.extend([entry for fault in faults for entry in (fault, "")])
     check_samples(run(), ours)
     assert len(served.asked) == sum(len(ours.samples(split)) for split in SPLITS) + len(faults)
