@@ -278,32 +278,38 @@ DEMO = Path(__file__).parents[1] / "configs/demo.yaml"
 HEAVY = {"torch", "transformers", "mlflow", "datasets", "pyarrow", "pandas", "scipy"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "heavy"),
-    [
-        (["--help"], 0, HEAVY | {"pydantic", "numpy"}),
-        (["recipe", "schema"], 0, HEAVY | {"numpy"}),
-        (["distill", "missing.yaml"], 2, HEAVY | {"numpy"}),
-        (["distill", str(DEMO), "drafts.eagle3.stepz=3"], 2, HEAVY | {"numpy"}),
-        (["registry", "--workdir", "missing"], 2, HEAVY),
-        (["registry", str(DEMO), "workdir=missing"], 2, HEAVY),
-        (["fetch", "out", "--target", "x", "--workdir", "missing"], 2, HEAVY),
-        (["plan", str(DEMO), "--gpu", "b300"], 2, HEAVY),
-        (["init", "--log", "missing", "--target", "x"], 2, HEAVY - {"pyarrow"}),
-        (["init", "--log", str(DEMO), "--target", ""], 2, HEAVY - {"pyarrow"}),
-        (["init", "--log", "missing", "--target", "x", "--out", str(DEMO)], 2, HEAVY - {"pyarrow"}),
-        (["doctor"], None, HEAVY - ({"torch"} if gpu_driver() else set())),  # 0 or 1, as this machine is
-    ],
-)
-def test_help_mistakes_and_looks_import_nothing_heavy(arguments: list[str], code: int | None, heavy: set[str]) -> None:
-    program = (
-        "import sys; from draftforge import cli\n"
-        f"try: cli.main({arguments!r})\n"
-        f"except SystemExit as end: assert {code} in (None, end.code or 0), end.code\n"
-        f"heavy = {heavy!r} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
+LOOKS = [
+    (["--help"], 0, HEAVY | {"pydantic", "numpy"}),
+    (["recipe", "schema"], 0, HEAVY | {"numpy"}),
+    (["distill", "missing.yaml"], 2, HEAVY | {"numpy"}),
+    (["distill", str(DEMO), "drafts.eagle3.stepz=3"], 2, HEAVY | {"numpy"}),
+    (["registry", "--workdir", "missing"], 2, HEAVY),
+    (["registry", str(DEMO), "workdir=missing"], 2, HEAVY),
+    (["fetch", "out", "--target", "x", "--workdir", "missing"], 2, HEAVY),
+    (["plan", str(DEMO), "--gpu", "b300"], 2, HEAVY),
+    (["init", "--log", "missing", "--target", "x"], 2, HEAVY - {"pyarrow"}),
+    (["init", "--log", str(DEMO), "--target", ""], 2, HEAVY - {"pyarrow"}),
+    (["init", "--log", "missing", "--target", "x", "--out", str(DEMO)], 2, HEAVY - {"pyarrow"}),
+    (["doctor"], None, HEAVY - ({"torch"} if gpu_driver() else set())),  # 0 or 1, as this machine is
+]
+LOOK = f"""
+import os, sys
+from draftforge import cli
+for arguments, code, heavy in {LOOKS!r}:
+    if not os.fork():
+        try: cli.main(arguments)
+        except SystemExit as end: ended = end.code or 0
+        found = heavy & set(sys.modules)
+        if found or code not in (None, ended): print(arguments, ended, found, file=sys.stderr)
+        os._exit(bool(found) or code not in (None, ended))
+    assert not os.wait()[1], arguments
+"""
+
+
+def test_help_mistakes_and_looks_import_nothing_heavy() -> None:
+    """Each in a process of its own, as `draftforge` starts it."""
+    done = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
