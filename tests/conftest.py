@@ -23,6 +23,7 @@ import torch
 from byte_level import byte_level_tokenizer
 from forked import returning, run_ranks
 from frozen import frozen
+from interpreted import quick_interpreter
 from trained import Trained, trained
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from unsynced import unsynced
@@ -75,6 +76,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Modules are left out of what is collected from here on: each training collects, and would go through all of them.
     """
+    quick_interpreter()
     frozen()
     gc.enable()
     wanted = any("trained_drafts" in getattr(item, "fixturenames", ()) for item in session.items)
