@@ -153,10 +153,10 @@ def test_on_the_device_rounds_are_those_of_the_host(name: str, request: pytest.F
 @pytest.mark.slow  # Triton's interpreter
 @pytest.mark.parametrize("name", ["lookup", "cascade", "eagle3", "eagle3-tree", "eagle3-dynamic"])
 def test_the_kernels_change_no_round(name: str, request: pytest.FixtureRequest) -> None:
-    requests = asked(GREEDY, tokens=5)[:3]
-    expected = answers(name, requests, "greedy", 3)
+    requests = asked(GREEDY, tokens=5)[:2]
+    expected = answers(name, requests, "greedy", 2)
     request.getfixturevalue("on_kernels")
-    assert same(answers(name, requests, "greedy", 3), expected)
+    assert same(answers(name, requests, "greedy", 2), expected)
 
 
 def tensors_of(thing: Any, depth: int = 3) -> dict[str, int]:

@@ -19,6 +19,7 @@ from draftforge import storage
 from draftforge.data.capture.capture import capture_conversations
 from draftforge.data.settings import BudgetSettings, CaptureSettings
 from draftforge.data.store import Capture
+from draftforge.data.template_process import TemplateProcess
 from draftforge.distributed import ALONE, Ranks, ranks
 from draftforge.specdec.target_settings import TargetSettings
 from draftforge.specdec.targets import Target
@@ -44,12 +45,10 @@ def limited(tokens: int) -> CaptureSettings:
 def stubbed(folder: Path, mine: Ranks, settings: CaptureSettings = STUBBED) -> list[int]:
     """Capture with the stand-ins; the seeds of this process's answers."""
     heard: list[int] = []
-    whole = answering.PlainDecoder
-    answering.PlainDecoder = STUBS.fake_decoder(heard=heard.append)  # type: ignore[misc]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(answering, "PlainDecoder", STUBS.fake_decoder(heard.append))
+        patch.setattr(TemplateProcess, "ask", STUBS.unread)
         capture_conversations(STUBS.TARGET, STUBS.make_mix(), settings, STUBS.SCORED, folder, ranks=mine)
-    finally:
-        answering.PlainDecoder = whole  # type: ignore[misc]
     return heard
 
 

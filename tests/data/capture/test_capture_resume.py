@@ -84,6 +84,11 @@ def make_mix() -> list[Conversation]:
     ]
 
 
+def unread(*_: Any, **__: Any) -> _Reply:
+    """In the place of a process that reads the stub's template: each that captures would start one."""
+    return _Reply(0.0, [])
+
+
 def fake_decoder(heard: Callable[[int], Any]) -> Any:
     """A stand-in for the decoder whose answers follow from each request's seed, one a step; `heard(seed)` is told of
     each."""
@@ -305,7 +310,7 @@ def _mortal(folder: str, log: str, seconds: float) -> None:
     """Capture, and be killed by the system after so much processor time."""
     torch.set_num_threads(1)
     capturing.load_mix = lambda folder: make_mix()
-    TemplateProcess.ask = lambda *_: _Reply(0.0, [])  # type: ignore[method-assign]  # else one more process a kill
+    TemplateProcess.ask = unread  # type: ignore[method-assign]
     with Path(log).open("ab", buffering=0) as stream:
         heard: Callable[[int], Any] = lambda answer: stream.write(f"{os.getpid()} {answer}\n".encode())  # noqa: E731
         answering.PlainDecoder = fake_decoder(heard)  # type: ignore[misc]
