@@ -71,6 +71,8 @@ class _Reader:
             if name in keys:
                 raise FormatError(f"{self._path}: key {name} is there twice")
             keys[name] = self._value(kind, name)
+        if not isinstance(named := keys.get("general.architecture", ""), str):  # transformers takes a list's first
+            raise FormatError(f"{self._path}: general.architecture {str(named)[:40]}: must be text")
         # 3) Tensors, none of which may reach beyond the file.
         alignment = keys.get("general.alignment", 32)
         infos = [self._tensor(number) for number in range(tensors)]

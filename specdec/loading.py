@@ -4,7 +4,7 @@ transformers itself raises whatever its readers raise, prints a report of many l
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..progress import say
 from ..storage import read_object
 from .expressions import TOKENIZER_PARTS, check_tokenizer_expressions, check_tokenizer_file
 from .gguf_header import read_header
-from .model_folder import check_folder, check_size, check_tokenizer_names
+from .model_folder import check_folder, check_size, check_tokenizer_names, of_gguf_size
 
 _OURS = (DraftforgeError, MemoryError, torch.OutOfMemoryError)
 
@@ -28,15 +28,17 @@ def load_model(source: str | Path, where: str, only_known: bool = False, **optio
     `where` begins the error's line; `only_known`: also refuse files with tensors that the model does not read. Raises
     FormatError.
     """
-    folder, code = Path(source), {"trust_remote_code": bool(options.get("trust_remote_code"))}
+    folder, gguf_file = Path(source), options.get("gguf_file")
+    code = {"trust_remote_code": bool(options.get("trust_remote_code"))}
     with refused(where):
         if folder.is_dir():
             check_folder(folder, where, code["trust_remote_code"])
-            check_size(folder, where, options.get("gguf_file"), **code)
+            check_size(folder, where, gguf_file, **code)
         # Mismatched shapes are let through here, to be refused below in one line.
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source, output_loading_info=True, ignore_mismatched_sizes=True, **options
-        )
+        with nullcontext() if gguf_file is None else of_gguf_size(folder / gguf_file, where):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            )
         # What is called here has names, whatever the config says.
         for config in (model.config, model.config.get_text_config()):
             config.return_dict = True

@@ -44,6 +44,7 @@ _SLACK_TENSORS, _SLACK_ELEMENTS, _MOST_BUFFERS = 1024, 1 << 20, 1 << 26
 _TIED, _PACKED = 2, 16  # a tied head is counted twice while it is made; up to 16 weights share a number
 _MOST_LOOPS, _MOST_TENSORS, _MOST_ELEMENTS = 1024, 1 << 18, 1 << 43
 """Layers, experts and heads, tensors and elements that no model has: limits where no files are beside a config."""
+_ONE_NUMBER = ("block_count", "embedding_length", "vocab_size")  # of a GGUF file; others may have one for each layer
 _RANKS = re.compile(r"r$|rank_pattern\.")
 _MOST_ITEMS = 1 << 16  # of the lists that a config's own class makes, for each layer say
 _LOOPS = re.compile(
@@ -174,13 +175,26 @@ def of_known_size(config: Any, where: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def of_gguf_size(path: Path, where: str) -> Iterator[None]:
+    """Inside, transformers may make the model of a GGUF file. Raises FormatError where that asks for far more weights
+    than the file has, whatever keys of it say so."""
+    header = read_header(path)
+    tensors, elements = 64 * header.tensors + _SLACK_TENSORS, 2 * _TIED * header.elements + _SLACK_ELEMENTS
+    with _growing_at_most(tensors, elements, where, f"the file holds {header.elements:,}", path.name):
+        yield
+
+
 def _check_gguf_size(path: Path, where: str) -> None:
     header = read_header(path)
-    architecture = header.keys.get("general.architecture")
 
+    # Of any prefix: transformers knows some architectures by two names.
     def read(name: str) -> int:
-        value = header.keys.get(f"{architecture}.{name}")
-        return value if type(value) is int else 1
+        found = {key: value for key, value in header.keys.items() if key.partition(".")[2] == name}
+        for key, value in found.items():
+            if type(value) is not int and name in _ONE_NUMBER:
+                raise FormatError(f"{where}: {key} {str(value)[:40]}: must be a whole number")
+        return max((value for value in found.values() if type(value) is int), default=1)
 
     # Each product is a part of the model's weights, so it can't be more than all of them.
     layers, width = read("block_count"), read("embedding_length")
@@ -193,7 +207,7 @@ def _check_gguf_size(path: Path, where: str) -> None:
     for name, elements in parts.items():
         if elements > _TIED * header.elements + _SLACK_ELEMENTS:
             raise FormatError(
-                f"{where}: {architecture}.{name} {read(name)}: asks for {elements:,} weights or more, the file holds "
+                f"{where}: {name} {read(name)}: asks for {elements:,} weights or more, the file holds "
                 f"{header.elements:,}"
             )
 
@@ -227,7 +241,7 @@ def _stored(paths: list[Path]) -> tuple[int, int]:
 
 
 @contextmanager
-def _growing_at_most(tensors: int, elements: int, where: str, why: str) -> Iterator[None]:
+def _growing_at_most(tensors: int, elements: int, where: str, why: str, what: str = "config.json") -> Iterator[None]:
     """Inside, raise FormatError as soon as the modules that are made have more parameters than these."""
     made, kept = [0, 0], [0]
     seen: dict[int, nn.Parameter] = {}  # a tied parameter is registered once more, and takes no room again
@@ -239,7 +253,7 @@ def _growing_at_most(tensors: int, elements: int, where: str, why: str) -> Itera
         made[0], made[1] = made[0] + 1, made[1] + parameter.numel()
         if made[0] > tensors or made[1] > elements:
             size = size_text(4 * made[1])
-            raise FormatError(f"{where}: config.json asks for {made[1]:,} weights or more ({size} in float32), {why}")
+            raise FormatError(f"{where}: {what} asks for {made[1]:,} weights or more ({size} in float32), {why}")
 
     def count_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         # Tables of positions and masks, which no file holds.
@@ -247,7 +261,7 @@ def _growing_at_most(tensors: int, elements: int, where: str, why: str) -> Itera
             return
         kept[0] += buffer.numel()
         if kept[0] > elements + _MOST_BUFFERS:
-            raise FormatError(f"{where}: config.json asks for {name} of {buffer.numel():,} numbers or more, {why}")
+            raise FormatError(f"{where}: {what} asks for {name} of {buffer.numel():,} numbers or more, {why}")
 
     handles = [
         register_module_parameter_registration_hook(count),

@@ -21,9 +21,10 @@ from draftforge.errors import DraftforgeError, FormatError, InputError, RecipeEr
 from draftforge.eval.engine_metrics import parse
 from draftforge.recipe import load_recipe
 from draftforge.specdec.formats.detect import read_draft
-from draftforge.specdec.formats.gguf.file import read_gguf
+from draftforge.specdec.formats.gguf.file import read_gguf, write_gguf
 from draftforge.specdec.formats.gguf.llama import write_llama
-from draftforge.specdec.target_settings import TemplateLimits
+from draftforge.specdec.target_settings import TargetSettings, TemplateLimits
+from draftforge.specdec.targets import Target
 
 RECIPES = [yaml.safe_load(path.read_text()) for path in sorted(Path(__file__).parents[1].glob("configs/*.yaml"))]
 ODD: st.SearchStrategy[Any] = st.sampled_from(
@@ -211,6 +212,14 @@ def test_gguf_files_with_numbers_that_fit_nothing(gguf: Path, heads: int) -> Non
     broken.write_bytes(data.replace(key + struct.pack("<I", 2), key + struct.pack("<I", heads)))
     with pytest.raises(FormatError, match=r"heads\.gguf: "):
         read_draft(broken)
+
+
+def test_gguf_lists_that_ask_for_more_than_the_file_holds(gguf: Path) -> None:
+    """transformers takes a list of one number for that number."""
+    content, path = read_gguf(gguf), gguf.with_name("list.gguf")
+    write_gguf(path, content._replace(fields=content.fields | {"llama.feed_forward_length": [2**31 - 1]}))
+    with pytest.raises(FormatError, match=r"list\.gguf asks for 34,\d+,\d+,\d+ weights or more \(137 GB"):
+        Target.load(TargetSettings(model=str(path), device="cpu"))
 
 
 def test_an_error_has_one_line_of_bounded_length_whatever_it_quotes() -> None:

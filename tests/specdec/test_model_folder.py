@@ -280,6 +280,9 @@ LENGTHS: dict[str, Callable[[bytes], bytes]] = {
     "general.architecture takes": lambda data: replaced(
         data, struct.pack("<IQ", 8, 5) + b"llama", struct.pack("<IQ", 8, 1 << 40) + b"llama"
     ),
+    "general.architecture .* must be text": lambda data: replaced(
+        data, struct.pack("<IQ", 8, 5) + b"llama", struct.pack("<IIQQ", 9, 8, 1, 5) + b"llama"
+    ),
     "tokens has": lambda data: replaced(
         data, struct.pack("<IIQ", 9, 8, 2), struct.pack("<IIQ", 9, 8, MOST_ELEMENTS + 1)
     ),
@@ -328,6 +331,14 @@ def test_gguf_keys_that_ask_for_more_than_the_file_holds_are_refused(tmp_path: P
         start = name + struct.pack("<I", 4)
         (tmp_path / "odd.gguf").write_bytes(replaced(data, start + struct.pack("<I", value), start + b"\xff" * 4))
         with pytest.raises(FormatError, match=r"weights or more, the file holds 32"):
+            check_size(tmp_path, "target", "odd.gguf")
+        # By the other name that transformers knows an architecture by, and as a number of another kind.
+        odd = (tmp_path / "odd.gguf").read_bytes()
+        (tmp_path / "odd.gguf").write_bytes(replaced(odd, name, name.replace(b"llama", b"other")))
+        with pytest.raises(FormatError, match=r"weights or more, the file holds 32"):
+            check_size(tmp_path, "target", "odd.gguf")
+        (tmp_path / "odd.gguf").write_bytes(replaced(data, start, name + struct.pack("<I", 6)))
+        with pytest.raises(FormatError, match=rf"llama\.{key} .*: must be a whole number"):
             check_size(tmp_path, "target", "odd.gguf")
 
 

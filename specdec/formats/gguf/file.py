@@ -65,8 +65,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 def read_architecture(path: Path) -> str:
     """Architecture that a GGUF file names, "" for none; no weight is read."""
-    field = _reader(path).fields.get("general.architecture")
-    return "" if field is None else str(_content(path, field))
+    return str(read_header(path).keys.get("general.architecture", ""))
 
 
 def read_names(path: Path) -> set[str]:
