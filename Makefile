@@ -19,6 +19,9 @@ LINK := .typing/draftforge
 TARGET := .cache/smollm2-135m-instruct
 VLLM_VENV ?= $(abspath .cache/vllm)
 WORKERS ?= 2
+# Tests write and remove thousands of folders: in memory, where that has 8 GB of room, and only those of failures stay.
+MEMORY := /dev/shm/draftforge-tests
+ROOM := $(shell test -w /dev/shm && df -k /dev/shm | awk 'NR == 2 && $$4 > 8e6 { print "yes" }')
 # A container image often sets this. Each process of the tests would compile all that it imports, some for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -68,7 +71,8 @@ demo: $(INSTALLED) $(TARGET)
 
 # In the order of tests/conftest.py: slow files first. By itself xdist would begin with those of the most tests.
 test: $(TESTED) $(TARGET)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests
+	@$(if $(ROOM),mkdir -p $(MEMORY) && TMPDIR=$(MEMORY)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+		-n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(ROOM),-o tmp_path_retention_policy=failed) tests
 
 mutants: $(TESTED) $(TARGET)
 	@OMP_NUM_THREADS=1 $(BIN)/python scripts/mutants.py --sample 10 --jobs $(WORKERS)
@@ -94,7 +98,7 @@ format: $(TESTED)
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
 
 clean:
-	rm -rf build dist runs mlruns *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .typing
+	rm -rf build dist runs mlruns *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .typing $(MEMORY)
 	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
