@@ -76,17 +76,12 @@ def liger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fused, "_TRIED", (2,))
     monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.ops", ops)
-    places = {name: module for name, module in sys.modules.items() if name.startswith("transformers.models.")}
-    kept = {name: vars(place)["apply_rotary_pos_emb"] for name, place in places.items() if _has_rotary(place)}
     Norm.calls = Rope.calls = 0
     yield
-    for name, function in kept.items():
-        place: Any = sys.modules[name]
-        place.apply_rotary_pos_emb = function
-
-
-def _has_rotary(place: ModuleType) -> bool:
-    return "apply_rotary_pos_emb" in vars(place) and not isinstance(vars(place)["apply_rotary_pos_emb"], _Rotary)
+    # Later models of these families, too, would be rotated by the interpreter.
+    for name, place in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and isinstance(rotary := vars(place).get(fused._ROTARY), _Rotary):
+            setattr(place, fused._ROTARY, rotary._theirs)
 
 
 def logits(model: CausalModel) -> Tensor:
