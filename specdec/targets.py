@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import ValidationError
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -496,7 +497,7 @@ def snapshot(name: str, revision: str | None, field: str, patterns: Sequence[str
 
 
 def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
-    from peft import PeftModel
+    from peft import PeftModel, get_peft_model_state_dict
 
     folder, where = _adapter_folder(adapter), f"target.adapter: {adapter}"
     with refused(where):
@@ -507,6 +508,10 @@ def _merge_adapter(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*missing adapter keys")
             merged = PeftModel.from_pretrained(model, str(folder), config=config, use_safetensors=True)
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+            unread = sorted(set(file.keys()) - set(get_peft_model_state_dict(merged, save_embedding_layers=False)))
+        if unread:
+            say(f"{where}: {len(unread)} of its tensors are for none of its target_modules, {unread[0]} for one")
         # Not PEFT's safe merge: it rounds the adapter's part before it is added.
         plain: PreTrainedModel = merged.merge_and_unload()
         wide = ((name, weight) for name, weight in plain.named_parameters() if weight.element_size() > 1)

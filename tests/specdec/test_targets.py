@@ -10,6 +10,7 @@ import torch
 from byte_level import byte_level_tokenizer
 from huggingface_hub.utils import filter_repo_objects
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from draftforge.errors import HubError, MissingFileError
@@ -189,7 +190,7 @@ def test_an_adapters_own_tokenizer_and_template_hold(
     assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (adapter / "tokenizer.json").read_bytes()
 
 
-def test_adapter_is_merged(tiny_target_folder: Path, tmp_path: Path) -> None:
+def test_adapter_is_merged(tiny_target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
     lora = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)).eval()
     lora.save_pretrained(tmp_path / "adapter")
@@ -198,6 +199,13 @@ def test_adapter_is_merged(tiny_target_folder: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = lora(ids).logits
         torch.testing.assert_close(loaded.logits(loaded.states(ids).hidden_BTH), expected, atol=1e-4, rtol=1e-4)
+    # What is not merged is said.
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    assert "for none" not in capsys.readouterr().err
+    save_file(load_file(weights) | {"base_model.model.lm_head.lora_A.weight": torch.ones(2, 8)}, weights)
+    Target.load(TargetSettings(model=str(tiny_target_folder), adapter=str(tmp_path / "adapter")))
+    said = capsys.readouterr().err
+    assert "1 of its tensors are for none of its target_modules, base_model.model.lm_head.lora_A.weight for" in said
 
 
 def test_context_of_the_server_limits_the_target(tiny_target_folder: Path) -> None:
