@@ -201,16 +201,16 @@ class PromptCheck:
         self,
         tokenizer: Any,
         conversations: Sequence[Conversation],
-        rendered_by_vllm: bool = False,
+        all_in_doubt: bool = False,
         ask_unproven: bool = False,
     ) -> None:
         """Find out, by a sample of all `conversations`, whose tokens each counter counts.
 
-        `rendered_by_vllm`: vLLM makes the target's prompts by code of its own, so that each must be shown to be the
-        same; `ask_unproven`: none needs to be shown so.
+        `all_in_doubt`: vLLM makes the target's prompts otherwise, or perhaps (`targets.prompts_in_doubt`), so that each
+        must be shown to be the same; `ask_unproven`: none needs to be shown so.
         """
         self._tokenizer = tokenizer
-        self._own_code, self._ask_unproven = rendered_by_vllm, ask_unproven
+        self._own_code, self._ask_unproven = all_in_doubt, ask_unproven
         self._switches = _switches(tokenizer)
         self._last: tuple[str, _Checked] | None = None
         self._sampled = {name: self._sample(name, some) for name, some in _by_counter(conversations).items()}

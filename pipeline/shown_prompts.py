@@ -19,7 +19,7 @@ from ..data.split import unit
 from ..errors import DraftforgeError, InputError
 from ..progress import Console, say
 from ..recipe import Recipe
-from ..specdec.targets import context_length, load_target_tokenizer, rendered_by_vllm, sampling_defaults
+from ..specdec.targets import context_length, load_target_tokenizer, prompts_in_doubt, sampling_defaults
 from ..storage import expanded
 from .mix_headline import PromptSample
 from .stages import Stages, mix_stage
@@ -60,7 +60,7 @@ def sample_prompts(recipe: Recipe, folder: Path, count: int) -> PromptSample | N
         return None
     mix = load_mix(folder)
     try:
-        tokenizer, own_code = load_target_tokenizer(recipe.target), rendered_by_vllm(recipe.target) is not None
+        tokenizer, own_code = load_target_tokenizer(recipe.target), prompts_in_doubt(recipe.target) is not None
     except DraftforgeError:
         return None
     check = PromptCheck(tokenizer, mix, own_code, recipe.capture.ask_unproven)
@@ -88,7 +88,7 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
 
     # 2) What is told of each: the prompt, how it is answered, where it was logged, and what was changed.
     tokenizer = load_target_tokenizer(recipe.target)
-    own_code = rendered_by_vllm(recipe.target)
+    own_code = prompts_in_doubt(recipe.target)
     check = PromptCheck(tokenizer, mix, own_code is not None, recipe.capture.ask_unproven)
     for line in (own_code, *check.lines(sampled=True)):
         if line is not None:

@@ -36,7 +36,7 @@ from ..registry.store_address import store_exists
 from ..registry.tracking import TrackedRun, start_run
 from ..registry.versions import is_models_uri, resolve_models_uri
 from ..specdec.target_settings import TargetSettings
-from ..specdec.targets import Target, rendered_by_vllm, target_files, target_fingerprint
+from ..specdec.targets import Target, prompts_in_doubt, target_files, target_fingerprint
 from ..train.checkpoints import flatten
 from ..train.settings import Settings
 
@@ -349,7 +349,7 @@ class Workspace:
         Nothing tells so of a target that is gone.
         """
         try:
-            return not self.recipe.capture.ask_unproven and rendered_by_vllm(self.target_settings) is not None
+            return not self.recipe.capture.ask_unproven and prompts_in_doubt(self.target_settings) is not None
         except MissingFileError:
             return False
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from ..errors import DraftforgeError, FormatError, one_line
 from ..progress import say
@@ -19,6 +20,12 @@ from .expressions import TOKENIZER_PARTS, check_tokenizer_expressions, check_tok
 from .gguf_header import read_header
 from .model_folder import check_folder, check_size, check_tokenizer_names, of_gguf_size
 
+_CLASS_FILES = ("tokenizer_config.json", "config.json")
+_OF_BYTES = "_tokenizer_json_has_byte_level"
+"""Method by which transformers 5.24 finds out that a tokenizer.json is no Llama tokenizer's."""
+_KNOWN_EARLIER = ("deepseek_", "chameleon", "janus", "step3p")
+"""Begins of model types of which earlier versions, or vLLM, know that the class is a wrong one, too."""
+_PROBE = "Ask 12345  of it,\n\n\tor don't."
 _OURS = (DraftforgeError, MemoryError, torch.OutOfMemoryError)
 
 
@@ -73,6 +80,23 @@ def load_tokenizer(source: str | Path, where: str, **options: Any) -> PreTrained
         found = processor_template(Path(source))
         tokenizer.processor_template = None if found == tokenizer.chat_template else found
         return tokenizer
+
+
+def earlier_ids_differ(folder: Path, where: str, **options: Any) -> bool:
+    """Whether versions of transformers that engines are bound to (vLLM 0.33 to those below 5.21) make other ids of a
+    text: they take the class `LlamaTokenizer` at its word where tokenizer.json is one of bytes."""
+    named = (read_object(path).get("tokenizer_class") for name in _CLASS_FILES if (path := folder / name).is_file())
+    declared = next((name for name in named if isinstance(name, str)), "").removesuffix("Fast")
+    model = str(read_object(folder / "config.json").get("model_type"))
+    if declared != "LlamaTokenizer" or model.startswith(_KNOWN_EARLIER) or not hasattr(TokenizersBackend, _OF_BYTES):
+        return False
+    found, rule = load_tokenizer(folder, where, **options), getattr(TokenizersBackend, _OF_BYTES)
+    setattr(TokenizersBackend, _OF_BYTES, lambda *args, **options: False)
+    try:
+        earlier = load_tokenizer(folder, where, **options)
+    finally:
+        setattr(TokenizersBackend, _OF_BYTES, rule)
+    return bool(earlier(_PROBE)["input_ids"] != found(_PROBE)["input_ids"])
 
 
 def processor_template(folder: Path) -> str | None:

@@ -23,7 +23,14 @@ from ..progress import say
 from ..storage import check_hub_name, expanded, read_object
 from .expressions import check_names, matching, valued
 from .kernels.fused import can_fuse, fuse
-from .loading import as_the_file_says, load_model, load_tokenizer, processor_template, refused
+from .loading import (
+    as_the_file_says,
+    earlier_ids_differ,
+    load_model,
+    load_tokenizer,
+    processor_template,
+    refused,
+)
 from .model_folder import (
     ADAPTER_FILE,
     ADAPTER_WEIGHTS,
@@ -137,9 +144,9 @@ class Target(CausalModel):
             return cls(model.to(device), tokenizer, settings, identity)
 
     @property
-    def rendered_by_vllm(self) -> str | None:
-        """A sentence where vLLM makes its prompts by code of its own; None: it takes the chat template."""
-        return rendered_by_vllm(self.settings)
+    def prompts_in_doubt(self) -> str | None:
+        """As the function of that name says."""
+        return prompts_in_doubt(self.settings)
 
     @property
     def collective(self) -> bool:
@@ -405,18 +412,28 @@ def _config_digest(path: Path) -> str | None:
         raise FormatError(f"{path}: holds a number or text that has no JSON ({error})") from None
 
 
-def rendered_by_vllm(settings: TargetSettings) -> str | None:
-    """A sentence for a target whose prompts vLLM makes by code of its own; None: it takes the chat template."""
+def prompts_in_doubt(settings: TargetSettings) -> str | None:
+    """A sentence for a target whose prompts vLLM makes by code of its own, or with other ids; None: it takes the chat
+    template, and makes the same ids of its text."""
     source = locate(settings)
     known = {} if source.gguf_file is not None else read_object(source.folder / "config.json")
     names = known.get("architectures")
     found = next((name for name in _RENDERED_BY_VLLM if isinstance(names, list) and name in names), None)
     if found is None and any(_present(source.folder, _MISTRAL_TOKENIZERS)):
         found = "models with Mistral's own tokenizer"
-    return found and (
-        f"target.model: vLLM makes prompts of {found} by code of its own, and not by the chat template: turns of which "
-        "no log shows the same prompt, by its text or the number of its tokens, are left out, unless "
-        "capture.ask_unproven is true (where its server took the chat template, say)"
+    why = found and f"vLLM makes prompts of {found} by code of its own, and not by the chat template"
+    unless = "where its server took the chat template, say"
+    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
+    where = f"target.model: {settings.model}"
+    if why is None and source.gguf_file is None and earlier_ids_differ(source.folder, where, **options):
+        why = (
+            "its tokenizer_config.json names LlamaTokenizer beside a tokenizer.json of another kind, of which vLLM's "
+            "transformers (before 5.21) makes other ids; with tokenizer_class TokenizersBackend there it makes the same"
+        )
+        unless = "where its server had another version"
+    return why and (
+        f"target.model: {why}: turns of which no log shows the same prompt, by its text or the number of its tokens, "
+        f"are left out, unless capture.ask_unproven is true ({unless})"
     )
 
 

@@ -140,7 +140,7 @@ def capture_conversations(
     if ranks.broadcast(f"{folder.name}: whether it is done", done):
         return
     prompts = Prompts(target, shards, settings, conversations)
-    for line in (target.rendered_by_vllm, *prompts.check.lines()):
+    for line in (target.prompts_in_doubt, *prompts.check.lines()):
         if line is not None:
             say(line)
     if may_be_unanswered is not None and part is None:

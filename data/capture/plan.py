@@ -144,7 +144,7 @@ class Prompts:
                 {turn.conversation.id: turn.conversation for s in shards for turn in s.answers}.values()
             )
         self.check = PromptCheck(
-            target.tokenizer, conversations, target.rendered_by_vllm is not None, settings.ask_unproven
+            target.tokenizer, conversations, target.prompts_in_doubt is not None, settings.ask_unproven
         )
         # Several sampling settings ask the same turn, so each is rendered once and kept as 4 bytes a token.
         turns = {(turn.conversation.id, turn.turn.index): turn for shard in shards for turn in shard.answers}

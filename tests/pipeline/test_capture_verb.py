@@ -34,7 +34,7 @@ def test_a_capture_of_before_prompts_in_doubt_were_left_out_is_another_one(
     recipe = load_recipe(write_recipe())
     every = load_recipe(write_recipe(), ["capture.ask_unproven=true"])
     plain, asked = (Stages(Workspace(one)).capture.fingerprint for one in (recipe, every))
-    monkeypatch.setattr(workspace, "rendered_by_vllm", lambda settings: "by code of its own")
+    monkeypatch.setattr(workspace, "prompts_in_doubt", lambda settings: "by code of its own")
     assert Stages(Workspace(recipe)).capture.fingerprint not in (plain, asked)
     assert Stages(Workspace(every)).capture.fingerprint == asked
 

@@ -23,7 +23,7 @@ from draftforge.specdec.targets import (
     covered_since,
     fingerprint_of,
     locate,
-    rendered_by_vllm,
+    prompts_in_doubt,
     resolve_device,
     target_files,
     target_fingerprint,
@@ -63,16 +63,21 @@ def test_fingerprint_sees_weights_tokenizer_template_adapter_and_context(
     must_be_new(TargetSettings(model=str(folder)))
 
 
-def test_targets_whose_prompts_vllm_makes_by_code_of_its_own_are_told(tiny_target_folder: Path, tmp_path: Path) -> None:
+def test_targets_whose_prompts_vllm_makes_otherwise_are_told(tiny_target_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_target_folder, folder)
     settings = TargetSettings(model=str(folder))
-    assert rendered_by_vllm(settings) is None
+    assert prompts_in_doubt(settings) is None
     (folder / "tekken.json").write_text("{}")
-    assert "Mistral" in str(rendered_by_vllm(settings))
+    assert "Mistral" in str(prompts_in_doubt(settings))
+    (folder / "tekken.json").unlink()
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    for named, doubted in (("LlamaTokenizerFast", True), ("GPT2Tokenizer", False), ("TokenizersBackend", False)):
+        (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"tokenizer_class": named}))
+        assert ("makes other ids" in str(prompts_in_doubt(settings))) is doubted
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GptOssForCausalLM"]}))
-    assert "prompts of GptOssForCausalLM" in str(rendered_by_vllm(settings))
+    assert "prompts of GptOssForCausalLM" in str(prompts_in_doubt(settings))
 
 
 COUNTS = [

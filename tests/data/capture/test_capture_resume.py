@@ -57,7 +57,7 @@ class StubTokenizer:
 TARGET: Any = SimpleNamespace(
     tokenizer=StubTokenizer(),
     collective=False,
-    rendered_by_vllm=None,
+    prompts_in_doubt=None,
     sampling_defaults={},
     fingerprint="a" * 64,
     tokenizer_digest="b" * 64,
