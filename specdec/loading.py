@@ -102,13 +102,14 @@ def earlier_ids_differ(folder: Path, where: str, **options: Any) -> bool:
 def processor_template(folder: Path) -> str | None:
     """Chat template that a model's folder has for its processor alone; None: it has none.
 
-    A `chat_template.jinja` is that of both, and goes before the others.
+    transformers takes the one of processor_config.json, then chat_template.json, whether or not there is a
+    `chat_template.jinja` too, which is that of both; it loads no processor with the second beside further templates.
     """
-    processors = [folder / name for name in ("processor_config.json", "preprocessor_config.json")]
-    if (folder / "chat_template.jinja").is_file() or not any(path.is_file() for path in processors):
+    processor, legacy = folder / "processor_config.json", folder / "chat_template.json"
+    further = legacy.is_file() and any(folder.glob("additional_chat_templates/*.jinja"))
+    if further or not (processor.is_file() or (folder / "preprocessor_config.json").is_file()):
         return None
-    holders = [path for path in (folder / "chat_template.json", processors[0]) if path.is_file()]
-    found = (read_object(path).get("chat_template") for path in holders)
+    found = (read_object(path).get("chat_template") for path in (processor, legacy) if path.is_file())
     return next((template for template in found if isinstance(template, str)), None)
 
 

@@ -112,12 +112,21 @@ def test_a_processors_own_chat_template_is_part_of_the_target(tiny_target_folder
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "P"}))
     assert processor_template(folder) is None  # without a processor
     (folder / "preprocessor_config.json").write_text("{}")
-    assert processor_template(folder) is None and "processor's chat template" not in target_files(settings)
+    assert processor_template(folder) == "P" and "processor's chat template" in target_files(settings)
+    tokenizer: Any = load_tokenizer(folder, "target")
+    assert (tokenizer.chat_template, tokenizer.processor_template) == (own, "P")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("R")
+    assert processor_template(folder) is None
+    shutil.rmtree(folder / "additional_chat_templates")
+    (folder / "processor_config.json").write_text(json.dumps({"chat_template": "C"}))
+    assert processor_template(folder) == "C"
+    (folder / "processor_config.json").unlink()
     shared.unlink()
     config = json.loads((folder / "tokenizer_config.json").read_text())
     for template, other in ((own, "P"), ("P", None)):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-        tokenizer: Any = load_tokenizer(folder, "target")
+        tokenizer = load_tokenizer(folder, "target")
         assert (tokenizer.chat_template, tokenizer.processor_template) == (template, other)
     assert "processor's chat template" in target_files(settings)
 
