@@ -19,8 +19,8 @@ from ..data.split import unit
 from ..errors import DraftforgeError, InputError
 from ..progress import Console, say
 from ..recipe import Recipe
-from ..specdec.targets import context_length, load_target_tokenizer, prompts_in_doubt, sampling_defaults
-from ..storage import expanded
+from ..specdec.targets import context_length, load_target_tokenizer, locate, prompts_in_doubt, sampling_defaults
+from ..storage import expanded, read_object
 from .mix_headline import PromptSample
 from .stages import Stages, mix_stage
 from .workspace import Workspace
@@ -90,7 +90,7 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
     tokenizer = load_target_tokenizer(recipe.target)
     own_code = prompts_in_doubt(recipe.target)
     check = PromptCheck(tokenizer, mix, own_code is not None, recipe.capture.ask_unproven)
-    for line in (own_code, *check.lines(sampled=True)):
+    for line in (_default_penalties(recipe), own_code, *check.lines(sampled=True)):
         if line is not None:
             say(line)
     context = context_length(recipe.target)
@@ -113,6 +113,14 @@ def _prompts(recipe: Recipe, folder: Path, count: int, domain: str | None) -> It
             **_answered(recipe, one, defaults),
             "changed": _changed(one, turn, redacted[one.id], stands_for.get(one.id, {})),
         }
+
+
+def _default_penalties(recipe: Recipe) -> str | None:
+    """A sentence for penalties in the target's generation_config.json, which a capture does not follow; None: none."""
+    path = locate(recipe.target).folder / "generation_config.json"
+    known = read_object(path) if path.is_file() else {}
+    found = [f"{name} {known[name]}" for name in ("presence_penalty", "frequency_penalty") if known.get(name)]
+    return f"{path}: {', '.join(found)}: vLLM draws so where a request names none; not followed" if found else None
 
 
 def _rendered(tokenizer: Any, check: PromptCheck, one: Conversation, turn: Turn, context: int | None) -> Json:

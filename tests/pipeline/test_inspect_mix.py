@@ -268,7 +268,7 @@ def test_what_a_request_left_to_its_server_is_the_models_own(
 ) -> None:
     """As vLLM's `--generation-config auto` and SGLang's `--sampling-defaults model`, both of which are the default."""
     shutil.copytree(tiny_target_folder, tmp_path / "model")
-    own = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": None}
+    own = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": None, "presence_penalty": 1.5}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(own))
     named: list[dict[str, Any]] = [{}, {"top_p": 1.0}, {"temperature": 0, "top_k": -1, "top_p": 0.5}]
     pairs = [
@@ -298,6 +298,7 @@ def test_what_a_request_left_to_its_server_is_the_models_own(
         "2": {json.dumps([{**sampled, "temperature": 0.0, "top_k": 0, "top_p": 0.5}, None])},
         "plain": {json.dumps([{**sampled, "temperature": 0.0, "top_k": 0, "top_p": 1.0}, None])},  # no request
     }
+    assert "generation_config.json: presence_penalty 1.5: vLLM draws so" in " ".join(done.stderr.split())
     assert "from generation_config.json: temperature 0.7 top_k 20" in run(recipe, "--prompts", "200")
 
 
