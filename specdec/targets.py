@@ -413,8 +413,7 @@ def _config_digest(path: Path) -> str | None:
 
 
 def prompts_in_doubt(settings: TargetSettings) -> str | None:
-    """A sentence for a target whose prompts vLLM makes by code of its own, or with other ids; None: it takes the chat
-    template, and makes the same ids of its text."""
+    """A sentence for a target whose prompts vLLM makes by code of its own, or with other ids; None: the same."""
     source = locate(settings)
     known = {} if source.gguf_file is not None else read_object(source.folder / "config.json")
     names = known.get("architectures")
@@ -423,9 +422,8 @@ def prompts_in_doubt(settings: TargetSettings) -> str | None:
         found = "models with Mistral's own tokenizer"
     why = found and f"vLLM makes prompts of {found} by code of its own, and not by the chat template"
     unless = "where its server took the chat template, say"
-    options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
-    where = f"target.model: {settings.model}"
-    if why is None and source.gguf_file is None and earlier_ids_differ(source.folder, where, **options):
+    where, code = f"target.model: {settings.model}", settings.trust_remote_code
+    if why is None and source.gguf_file is None and earlier_ids_differ(source.folder, where, trust_remote_code=code):
         why = (
             "its tokenizer_config.json names LlamaTokenizer beside a tokenizer.json of another kind, of which vLLM's "
             "transformers (before 5.21) makes other ids; with tokenizer_class TokenizersBackend there it makes the same"
@@ -469,10 +467,14 @@ def _own_tokenizer(
     own = [] if folder is None else tokenizer_files(folder)
     if folder is None or not own or source.gguf_file is not None:
         return load_tokenizer(source.folder, where, **options)
-    if any(not _same(folder / name, source.folder / name) for name in own):
-        say(f"target.adapter: {settings.adapter}: its own {', '.join(own)} used, not the model's")
+    its, theirs = f"target.adapter: {settings.adapter}", source.folder
+    changed = [name for name in own if not _same(folder / name, theirs / name)]
+    if changed:
+        say(f"{its}: its own {', '.join(own)} used, not the model's")
     if set(own) - {_OWN_TEMPLATE, "special_tokens_map.json", "added_tokens.json"} > {"tokenizer_config.json"}:
-        return load_tokenizer(folder, f"target.adapter: {settings.adapter}", **options)
+        return load_tokenizer(folder, its, **options)
+    if rest := [name for name in changed if name != _OWN_TEMPLATE]:
+        raise FormatError(f"{its}: {', '.join(rest)}: must stand beside the rest of its tokenizer, or not be there")
     tokenizer = load_tokenizer(source.folder, where, **options)
     if _OWN_TEMPLATE in own:
         tokenizer.chat_template = (folder / _OWN_TEMPLATE).read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from draftforge.errors import HubError, MissingFileError
+from draftforge.errors import FormatError, HubError, MissingFileError
 from draftforge.fingerprint import of_files, of_json
 from draftforge.specdec.loading import load_tokenizer, processor_template
 from draftforge.specdec.target_settings import TargetSettings
@@ -193,6 +193,14 @@ def test_an_adapters_own_tokenizer_and_template_hold(
     assert Target.load(settings).tokenizer.chat_template == "{{ messages }}"
     assert "its own chat_template.jinja used" in capsys.readouterr().err
     seen.add(target_fingerprint(settings))
+
+    # A part of a tokenizer would not be used.
+    for name in ("tokenizer_config.json", "added_tokens.json", "additional_chat_templates/rag.jinja"):
+        (adapter / name).parent.mkdir(exist_ok=True)
+        (adapter / name).write_text("{}")
+        with pytest.raises(FormatError, match=f"adapter: {name}: must stand beside the rest of its tokenizer"):
+            Target.load(settings)
+        (adapter / name).unlink()
 
     # So does a whole tokenizer, which goes along where one is copied.
     byte_level_tokenizer(["another one"], 270).save_pretrained(adapter)
