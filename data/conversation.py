@@ -20,9 +20,9 @@ SPLITS: tuple[Split, ...] = ("train", "selection", "holdout")
 _ASKS_NOTHING = ("system", "developer", "assistant")
 NO_SYSTEM_PROMPT, NO_HISTORY = ", without a system prompt", ", of the Responses API"
 NO_TOOLS, NOT_ALL = ", without their tools", ", by another instrumentation"
-NO_ARGUMENTS = ", without template arguments"
+NO_ARGUMENTS, FILLED_IN = ", without template arguments", ", filled in by a gateway"
 """With the four before, ends of the names of counters of requests whose log may lack their system prompt, the messages
-that they continue, their tools, anything, or template arguments: the number of tokens tells."""
+that they continue, their tools, anything, template arguments, or what a gateway adds: the number of tokens tells."""
 OTHER_READINGS = "other readings"
 """Template argument that no template can name: what a conversation's prompt was made of instead, where its request can
 be read in several ways."""

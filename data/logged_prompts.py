@@ -26,6 +26,7 @@ from jinja2.defaults import DEFAULT_NAMESPACE
 from ..errors import InputError
 from .chat_template import chat_template_for, ids_of_prompt, turn_ids, turn_prompt
 from .conversation import (
+    FILLED_IN,
     NO_ARGUMENTS,
     NO_HISTORY,
     NO_SYSTEM_PROMPT,
@@ -56,6 +57,7 @@ _LACKING = {
     NO_TOOLS: "not every logger that writes to Langfuse logs the tools beside messages with calls",
     NOT_ALL: "instrumentations other than Langfuse's own, and code of your own, may log a part of what was sent",
     NO_ARGUMENTS: "LiteLLM and Langfuse's clients log no `chat_template_kwargs`, by which a template may think or not",
+    FILLED_IN: "a gateway adds a stored prompt, texts or tools that such a request names (`prompt_id`, `files`, …)",
 }
 """What a log may lack, by the end of its counter's name."""
 _UNPROVEN_ARE = ": where it counts others than the prompt has, or none to compare, none is asked"

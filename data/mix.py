@@ -43,7 +43,7 @@ from .stratify import KEYS, SOURCE, Column, Margin, choose, half_lives, largest_
 from .workers import Workers
 
 FORMAT = 9
-READING = 3
+READING = 4
 """Version of what is made of a log: a mix of another one is made again, and may be an ancestor."""
 CONVERSATIONS, ORIGINS, MEMBERS = "conversations.parquet", "origins.parquet", "members.parquet"
 LOG, SERVED, MANIFEST = "log.parquet", "served.parquet", "manifest.json"

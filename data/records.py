@@ -14,6 +14,7 @@ from ..errors import InputError
 from ..specdec.sampling_settings import SamplingSettings
 from ..storage import utf8
 from .conversation import (
+    FILLED_IN,
     NO_ARGUMENTS,
     NO_HISTORY,
     NO_SYSTEM_PROMPT,
@@ -31,6 +32,7 @@ from .conversation import (
 )
 from .domain_rules import domain_by_rule
 from .logs.chat import (
+    ADDED_UNKNOWN,
     ARGUMENTS_UNKNOWN,
     HISTORY_UNKNOWN,
     MOST_TOKENS,
@@ -69,6 +71,7 @@ _ID_DIGITS = 24
 _LACKING = {
     **{HISTORY_UNKNOWN: NO_HISTORY, SYSTEM_UNKNOWN: NO_SYSTEM_PROMPT},
     **{TOOLS_UNKNOWN: NO_TOOLS, PARTS_UNKNOWN: NOT_ALL, ARGUMENTS_UNKNOWN: NO_ARGUMENTS},
+    ADDED_UNKNOWN: FILLED_IN,
 }
 _USUAL: dict[str, Any] = {"turn_by_turn": False, "prompt_end": "opened", "engine": "vllm"}
 _OTHER_ROLES = frozenset((*SHAREGPT_ROLES, "ai", "bot"))

@@ -54,9 +54,9 @@ Reason = Literal[
 
 
 SYSTEM_UNKNOWN, HISTORY_UNKNOWN, TOOLS_UNKNOWN = "system_prompt_unknown", "history_unknown", "tools_unknown"
-PARTS_UNKNOWN, ARGUMENTS_UNKNOWN = "parts_unknown", "arguments_unknown"
-"""Fields of a line whose request may have had a system prompt, earlier messages, tools, anything, or template arguments
-that are not logged."""
+PARTS_UNKNOWN, ARGUMENTS_UNKNOWN, ADDED_UNKNOWN = "parts_unknown", "arguments_unknown", "added_unknown"
+"""Fields of a line whose request may have had a system prompt, earlier messages, tools, anything, template arguments,
+or what a gateway adds, that are not logged."""
 UNSET_AS_ONE = "unset_as_one"
 """Field of a line: a tuple of the sampling settings that are logged as 1 where a request had none."""
 RESPONSES = ("response", "response_body", "responseBody")

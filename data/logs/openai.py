@@ -14,6 +14,7 @@ from typing import Any
 
 from . import anthropic
 from .chat import (
+    ADDED_UNKNOWN,
     RESPONSES,
     Entry,
     Reason,
@@ -55,6 +56,8 @@ _DURATIONS = (("duration", 1.0), ("latency", 1.0), ("duration_ms", 1e-3), ("late
 _MESSAGES = "/v1/messages"
 _PATHS = ("url", "path", "endpoint", "uri")
 _HEADERS = ("headers", "request_headers", "requestHeaders")
+_ADDING = ("prompt_id", "files", "tool_ids", "data_sources", "plugins", "transforms")
+"""Fields by which a gateway (LiteLLM, Helicone, Open WebUI, Azure, OpenRouter) makes another prompt."""
 _LONGEST_PATH, _MOST_WORDS = 2000, 3  # of a request line: method, path, version
 
 
@@ -100,6 +103,7 @@ def entries(value: dict[str, Any], where: str, engine: str | None = None) -> Ite
         messages = with_answer(messages, answer)
     own = {name: item for name, item in value.items() if name not in (*_REQUESTS, *RESPONSES)} if envelope else {}
     line = {**labels(own), "request": request, "messages": messages}
+    line |= {ADDED_UNKNOWN: True} if any(body.get(name) for name in _ADDING) else {}
     yield Entry(where, line, timing=timing, others=others, shown=prompt_of(response))
 
 

@@ -510,3 +510,22 @@ def test_a_turn_that_the_template_refuses_leaves_those_before_it_in_doubt(tokeni
     strict.chat_template = "{% if messages[-1].content == 'refused' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     assert [PromptCheck(strict, [one], True).refusal(one, turn) for turn in (0, 1)] == [UNPROVEN, UNPROVEN]
     assert [PromptCheck(strict, [one]).refusal(one, turn) for turn in (0, 1)] == [None, None]
+
+
+def test_what_a_gateway_may_have_added_to_is_asked_where_the_number_of_tokens_shows_the_prompt(
+    tmp_path: Path, tokenizer: Any, length: Callable[..., int]
+) -> None:
+    adding: list[Json] = [{"prompt_id": "p1"}, {"files": [{"type": "file", "id": "f"}]}, {"tool_ids": []}, {}]
+    lines = [
+        logged("m", say(f"{name} {number}"), more and length(say(f"{name} {number}")) + more - 1, **fields)
+        for number, fields in enumerate(adding)
+        for name, more in (("told", 1), ("untold", None), ("longer", 5))
+    ]
+    mix = mix_of(tmp_path, lines)
+    check = PromptCheck(tokenizer, list(mix.values()))
+    refused = {name: str(check.refusal(mix[name], 0)).partition(" (")[0] for name in mix if "told" in name}
+    assert refused == {
+        **{f"told {number}": "None" for number in range(4)},
+        **{f"untold {number}": UNPROVEN if number < 2 else "None" for number in range(4)},
+    }
+    assert all(str(check.refusal(mix[f"longer {number}"], 0)).startswith(OTHER_COUNT) for number in (2, 3))

@@ -12,7 +12,7 @@ from draftforge.data.sources import read
 
 SAMPLES = Path(__file__).parent / "samples"
 READ = {
-    3: {
+    4: {
         "langfuse.csv": "58da504f9a43e22e",
         "langfuse.jsonl": "58da504f9a43e22e",
         "langfuse_api.json": "1c7bc5d4b1f59f0c",
