@@ -216,11 +216,11 @@ def test_paths_are_relative_to_the_recipe_and_in_overrides_to_the_current_folder
     assert read(tmp_path, "workdir: out/x").workdir == Path("out/x")
 
 
-def test_a_missing_path_is_shown_as_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("below").mkdir()
-    assert lines(Path("below"), "train: {init_from: nowhere}") == [
-        "recipe.yaml: train.init_from = below/nowhere: must be a folder that exists"
+def test_a_missing_path_is_shown_as_it_was_looked_for(tmp_path: Path) -> None:
+    path = str(tmp_path / "nowhere")
+    shown = path if len(path) <= 80 else f"{path[:77]}..."
+    assert lines(tmp_path, "train: {init_from: nowhere}") == [
+        f"recipe.yaml: train.init_from = {shown}: must be a folder that exists"
     ]
 
 
