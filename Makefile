@@ -20,7 +20,7 @@ TARGET := .cache/smollm2-135m-instruct
 VLLM_VENV ?= $(abspath .cache/vllm)
 WORKERS ?= 2
 # Tests write and remove thousands of folders: in memory, where that has 8 GB of room, and only those of failures stay.
-MEMORY := /dev/shm/draftforge
+MEMORY := /dev/shm/draftforge-$(shell id -u)
 ROOM := $(shell test -w /dev/shm && df -k /dev/shm | awk 'NR == 2 && $$4 > 8e6 { print "yes" }')
 # A container image often sets this. Each process of the tests would compile all that it imports, some for ten seconds.
 unexport PYTHONDONTWRITEBYTECODE

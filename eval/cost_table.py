@@ -94,6 +94,10 @@ class MeasuredRound(RoundCost):
         """Grid place, batch size and context, at which the round was interleaved with a plain one."""
         return self.batch_size, self.context_tokens
 
+    def apart_from(self, other: "MeasuredRound") -> float:
+        """Difference of two rounds' seconds, over the lesser."""
+        return max(self.seconds, other.seconds) / min(self.seconds, other.seconds) - 1
+
     def scaled(self, factor: float) -> "MeasuredRound":
         names = ("draft_seconds", "verify_seconds", "rest_seconds")
         return self.model_copy(update={name: factor * getattr(self, name) for name in names})
@@ -174,9 +178,9 @@ class CostTable(_Record):
     @property
     def drift(self) -> float:
         """Largest difference of an engine's rounds from the same ones `again`, over the lesser of both; 0: none."""
-        first = {(point.levels, point.place): point.seconds for point in self.points}
-        pairs = [(one.seconds, first.get((one.levels, one.place), one.seconds)) for one in self.again]
-        return max((max(pair) / min(pair) - 1 for pair in pairs), default=0.0)
+        first = {(point.levels, point.place): point for point in self.points}
+        pairs = [(first.get((one.levels, one.place), one), one) for one in self.again]
+        return max((one.apart_from(other) for one, other in pairs), default=0.0)
 
     @property
     def plain_seconds(self) -> float:

@@ -305,11 +305,10 @@ class EngineMeasurement:
             # and takes now says how much a promise by these times is worth.
             again = timed(*grid.places[-1])
             advance(note=f"batch {again.batch_size} again")
-        ms = [1e3 * one.seconds for one in (points[-1], again)]
-        if max(ms) > (1 + UNSTEADY) * min(ms):
+        if again.apart_from(points[-1]) > UNSTEADY:
             say(
-                f"{probe.name}: a round at batch {again.batch_size} took {ms[0]:.2f} ms, and {ms[1]:.2f} ms when all "
-                "was measured: promises by these times are as uncertain"
+                f"{probe.name}: a round at batch {again.batch_size} took {1e3 * points[-1].seconds:.2f} ms, and "
+                f"{1e3 * again.seconds:.2f} ms when all was measured: promises by these times are as uncertain"
             )
         return points, loops, again
 

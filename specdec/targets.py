@@ -143,9 +143,9 @@ class Target(CausalModel):
         with refused(where):
             return cls(model.to(device), tokenizer, settings, identity)
 
-    @property
+    @cached_property
     def prompts_in_doubt(self) -> str | None:
-        """As the function of that name says."""
+        """A sentence where vLLM may make other prompts, as the function of this name finds out; None: the same."""
         return prompts_in_doubt(self.settings)
 
     @property

@@ -216,7 +216,7 @@ def test_the_card_of_a_dataset_names_files_of_its_own_alone(tmp_path: Path, card
     (folder / "link.jsonl").symlink_to("../secret.jsonl")
     root = str(tmp_path)
     (folder / "README.md").write_text(f"---\nconfigs:\n- {{config_name: x, {card.replace('ROOT', root)}}}\n---\n")
-    shown = re.escape(name.replace("ROOT", root)[:80])  # the rest of a long one may be left out
+    shown = re.escape(name.replace("ROOT", root)[:100])  # as it is shortened
     with pytest.raises(InputError, match=f"its data file .*{shown}.* is none of its own"):
         reading(tmp_path, kind="dataset", name="files", shape="prompts")
 
